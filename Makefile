@@ -1,0 +1,35 @@
+# make demo: a trained drafter and its benchmark table. make test: every check that CI runs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint plan clean
+
+demo: .venv/aerie
+	$(BIN)/snakemake
+
+plan: .venv/aerie
+	$(BIN)/snakemake --dry-run --quiet rules host
+
+test: .venv/dev lint
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/snakefmt --check Snakefile rules
+	$(BIN)/mypy
+	$(BIN)/snakemake --lint
+
+# Byte-compiling everything would take longer than compiling what is used.
+.venv/aerie: envs/aerie.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --no-compile --requirement envs/aerie.lock
+	touch $@
+
+.venv/dev: .venv/aerie envs/dev.lock
+	$(BIN)/python -m pip install --quiet --no-compile --requirement envs/dev.lock
+	touch $@
+
+clean:
+	rm -rf .venv results .snakemake

@@ -1,0 +1,36 @@
+"""Responses written by the target itself.
+
+Inputs: results/<run>/{prepared,target}/. Outputs: results/<run>/responses/<dataset>/.
+"""
+
+
+rule generate:
+    """The target's own answers to one dataset's prompts."""
+    input:
+        prepared="results/{run}/prepared/{dataset}/manifest.json",
+        target="results/{run}/target/manifest.json",
+    output:
+        manifest="results/{run}/responses/{dataset}/manifest.json",
+    log:
+        "results/{run}/logs/generate/{dataset}.log",
+    benchmark:
+        "results/{run}/logs/generate/{dataset}.benchmark.jsonl"
+    conda:
+        "../envs/aerie.yaml"
+    threads: THREADS
+    resources:
+        gpu=GPUS,
+    params:
+        **code("scripts/generate.py"),
+        settings=generate_settings,
+        runtime=on_machine,
+    shell:
+        r"""
+        python -m scripts.generate \
+            --prepared {input.prepared:q} \
+            --target {input.target:q} \
+            --output {output.manifest:q} \
+            --settings {params.settings:q} \
+            --runtime {params.runtime:q} \
+            2>&1 | tee {log:q}
+        """

@@ -1,0 +1,36 @@
+"""Hidden states of the target on the merged rows.
+
+Inputs: results/<run>/{merged,target}/. Outputs: results/<run>/hidden/.
+"""
+
+
+rule hidden:
+    """Aux states at three boundaries, and final states where a teacher is needed."""
+    input:
+        merged="results/{run}/merged/manifest.json",
+        target="results/{run}/target/manifest.json",
+    output:
+        manifest="results/{run}/hidden/manifest.json",
+    log:
+        "results/{run}/logs/hidden.log",
+    benchmark:
+        "results/{run}/logs/hidden.benchmark.jsonl"
+    conda:
+        "../envs/aerie.yaml"
+    threads: THREADS
+    resources:
+        gpu=GPUS,
+    params:
+        **code("scripts/hidden.py"),
+        settings=settings("hidden"),
+        runtime=on_machine,
+    shell:
+        r"""
+        python -m scripts.hidden \
+            --merged {input.merged:q} \
+            --target {input.target:q} \
+            --output {output.manifest:q} \
+            --settings {params.settings:q} \
+            --runtime {params.runtime:q} \
+            2>&1 | tee {log:q}
+        """

@@ -1,0 +1,42 @@
+"""EAGLE-3 drafters.
+
+Inputs: results/<run>/{hidden,vocab,target}/. Outputs: results/<run>/drafters/<drafter>/, which SGLang loads.
+"""
+
+
+rule train:
+    """One drafter, trained and exported."""
+    input:
+        hidden="results/{run}/hidden/manifest.json",
+        vocab="results/{run}/vocab/manifest.json",
+        target="results/{run}/target/manifest.json",
+    output:
+        manifest="results/{run}/drafters/{drafter}/manifest.json",
+        config="results/{run}/drafters/{drafter}/config.json",
+        model="results/{run}/drafters/{drafter}/model.safetensors",
+        training="results/{run}/drafters/{drafter}/training.json",
+        curves="results/{run}/drafters/{drafter}/curves.csv",
+    log:
+        "results/{run}/logs/train/{drafter}.log",
+    benchmark:
+        "results/{run}/logs/train/{drafter}.benchmark.jsonl"
+    conda:
+        "../envs/aerie.yaml"
+    threads: THREADS
+    resources:
+        gpu=GPUS,
+    params:
+        **code("scripts/train.py"),
+        settings=train_settings,
+        runtime=on_machine,
+    shell:
+        r"""
+        python -m scripts.train \
+            --hidden {input.hidden:q} \
+            --vocab {input.vocab:q} \
+            --target {input.target:q} \
+            --output {output.manifest:q} \
+            --settings {params.settings:q} \
+            --runtime {params.runtime:q} \
+            2>&1 | tee {log:q}
+        """

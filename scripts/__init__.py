@@ -1,0 +1,1 @@
+"""Entry points, one a stage: `python -m scripts.<stage>`."""

@@ -1,0 +1,114 @@
+"""Checks of the config: every error at once, each with its dotted path and what to write instead."""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator, ValidationError
+
+KINDS = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a mapping",
+    "boolean": "true or false",
+}
+SCIENTIFIC = re.compile(r"^([+-]?\d+)e([+-]?\d+)$", re.IGNORECASE)
+PRUNED = ("datasets", "drafters")
+PRUNED_BENCHMARK = ("tasks", "variants")
+
+
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without the datasets, drafters, tasks and variants set to null: how an override leaves out one of the default's."""
+    kept = dict(config)
+    for section in PRUNED:
+        kept[section] = present(kept.get(section))
+    if isinstance(kept.get("benchmark"), Mapping):
+        kept["benchmark"] = kept["benchmark"] | {name: present(kept["benchmark"].get(name)) for name in PRUNED_BENCHMARK}
+    return kept
+
+
+def present(section: Any) -> Any:
+    """The entries of a mapping that are not null; anything else as it is, for the schema to judge."""
+    return {name: entry for name, entry in section.items() if entry is not None} if isinstance(section, Mapping) else section
+
+
+def check_config(config: Mapping[str, Any], schema: Path, failure: Callable[[str], Exception]) -> None:
+    """Raise `failure` with all errors of `config`, one a line; do nothing when there are none."""
+    errors = config_errors(config, json.loads(schema.read_text()))
+    if errors:
+        raise failure("Invalid configuration:\n" + "\n".join(f"  {error}" for error in errors))
+
+
+def config_errors(config: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
+    """One line per error: `dotted.path: what is wrong (remedy)`, sorted by path."""
+    found = {f"{path}: {text}" for error in Draft202012Validator(schema).iter_errors(config) for path, text in described(error)}
+    return sorted(found) if found else sorted(contradictions(config))
+
+
+def described(error: ValidationError) -> Iterator[tuple[str, str]]:
+    """Dotted path and text of one schema error; unknown and missing keys get a path of their own."""
+    path = ".".join(str(part) for part in error.absolute_path)
+    inside = f"{path}." if path else ""
+    if error.validator == "additionalProperties":
+        known = sorted(error.schema.get("properties", {}))
+        for key in sorted(set(error.instance) - set(known)):
+            close = difflib.get_close_matches(key, known, n=1)
+            yield inside + key, f"unknown key (did you mean {close[0]}?)" if close else f"unknown key (known: {', '.join(known)})"
+    elif error.validator == "required":
+        for key in sorted(set(error.validator_value) - set(error.instance)):
+            yield inside + key, "missing (required here)"
+    elif "propertyNames" in error.absolute_schema_path and error.validator == "enum":
+        yield inside + str(error.instance), f"unknown key (known: {', '.join(sorted(error.validator_value))})"
+    elif "propertyNames" in error.absolute_schema_path:
+        yield inside + str(error.instance), "bad name (use lower-case letters, digits and _, a letter first: it becomes a folder)"
+    else:
+        yield path or "config", described_value(error)
+
+
+def described_value(error: ValidationError) -> str:
+    """What is wrong with one value, and what to write instead."""
+    value = error.instance
+    if error.validator == "type":
+        wanted = error.validator_value
+        kinds = " or ".join(KINDS.get(kind, kind) for kind in ([wanted] if isinstance(wanted, str) else wanted))
+        return f"{json.dumps(value)} is not {kinds}{number_hint(value)}"
+    if error.validator == "enum":
+        return f"{json.dumps(value)} is none of {', '.join(map(str, error.validator_value))}"
+    if error.validator == "pattern":
+        return f"{json.dumps(value)} does not fit ({error.schema.get('description', 'pattern ' + error.validator_value)})"
+    return error.message
+
+
+def number_hint(value: Any) -> str:
+    """YAML reads 1e-4 as text; say how to write it."""
+    match = SCIENTIFIC.match(value) if isinstance(value, str) else None
+    return f" (YAML reads {value} as text: write {match[1]}.0e{int(match[2])})" if match else ""
+
+
+def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
+    """Errors between sections that a schema cannot state."""
+    benchmark = config["benchmark"]
+    for name in sorted(set(config["datasets"]) & set(benchmark["tasks"])):
+        yield f"benchmark.tasks.{name}: also a dataset's name (rename one: both become folders of one tree)"
+    for name, variant in sorted(benchmark["variants"].items()):
+        if variant["drafter"] not in config["drafters"]:
+            yield f"benchmark.variants.{name}.drafter: {variant['drafter']} is not among drafters ({', '.join(sorted(config['drafters']))})"
+    sources = {f"datasets.{name}": entry for name, entry in config["datasets"].items()}
+    sources |= {f"benchmark.tasks.{name}": entry for name, entry in benchmark["tasks"].items()}
+    for path, entry in sorted(sources.items()):
+        yield from source_contradictions(path, entry)
+    if config["target"]["source"].startswith("hub:") and "revision" not in config["target"]:
+        yield "target.revision: missing (a hub id needs a pinned revision: the commit hash of the model page)"
+
+
+def source_contradictions(path: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    """Errors of one source: what its kind needs beside it."""
+    kind = entry["source"].split(":", 1)[0]
+    needed = {"hub": "revision", "wheel": "members", "generator": "generator"}.get(kind)
+    if needed and needed not in entry:
+        yield f"{path}.{needed}: missing (a {kind}: source needs it)"

@@ -1,0 +1,77 @@
+"""What a rule's code is: the entry script, the project modules it imports, and a digest of each.
+
+Snakemake compares shell commands and params, not the Python modules behind them.
+Rules therefore list their modules' digests as params.
+"""
+
+import ast
+import hashlib
+import io
+import tokenize
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def code(entry: str) -> dict[str, str]:
+    """One param per source file behind `entry`, so that a plan names the file that changed."""
+    return {f"code{i}": f"{path}@{digest(path)}" for i, path in enumerate(closure(entry))}
+
+
+def closure(entry: str) -> list[str]:
+    """`entry` and every project module that it imports, directly or not, as sorted paths below the repository."""
+    todo, seen = [entry], set()
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo.extend(project_imports(path))
+    return sorted(seen)
+
+
+@lru_cache
+def project_imports(path: str) -> list[str]:
+    """Paths of the project modules that the file at `path` imports, with the packages they lie in."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+    stems = {"/".join(parts[:size]) for parts in (name.split(".") for name in names) for size in range(1, len(parts) + 1)}
+    candidates = [f"{stem}.py" for stem in stems] + [f"{stem}/__init__.py" for stem in stems]
+    return sorted(candidate for candidate in candidates if (ROOT / candidate).is_file())
+
+
+@lru_cache
+def digest(path: str) -> str:
+    """Hash of a source file that ignores comments, docstrings and blank lines.
+
+    It hashes text, not `ast.dump`, whose output differs between Python versions.
+    """
+    text = "\n".join(significant_lines((ROOT / path).read_text()))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def significant_lines(source: str) -> list[str]:
+    """The lines of `source` without comments, docstrings and blank lines."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in docstrings(ast.parse(source)):
+        end = node.end_lineno or node.lineno
+        lines[node.lineno - 1 : end] = [""] * (end - node.lineno + 1)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
+    """The docstring nodes of a module, its classes and its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                yield first

@@ -1,0 +1,176 @@
+"""The frame around every stage: arguments, work folder, manifest, publishing, and the last line of the log."""
+
+import argparse
+import errno
+import json
+import logging
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.ground.errors import StageError
+from scripts.lib.ground.files import canonical, claimed, publish, sha256_file, sha256_text, write_json
+from scripts.lib.ground.manifest import NAME, Manifest
+from scripts.lib.ground.provenance import code
+
+log = logging.getLogger("aerie")
+RECORDED_VERSIONS = ("torch", "transformers", "datasets", "polars", "safetensors", "tokenizers", "sglang")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run of a stage is asked to do.
+
+    `output` is the folder that it publishes, `inputs` the manifests that it reads, by flag.
+    `settings` is tracked: it decides the bytes. `runtime` is not: it decides where and how fast.
+    """
+
+    stage: str
+    output: Path
+    inputs: Mapping[str, Sequence[Path]]
+    settings: Mapping[str, Any]
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+    work: Path = Path("results/work")
+
+    def input(self, name: str) -> Path:
+        """The only manifest given under flag `name`."""
+        (path,) = self.inputs[name]
+        return path
+
+    def input_digests(self) -> dict[str, str]:
+        """Path to sha256 of every manifest read."""
+        return {str(path): sha256_file(path) for paths in self.inputs.values() for path in paths}
+
+    def fingerprint(self) -> str:
+        """Names the work folder: a resumed job finds its own partial work and never that of other settings or code."""
+        parts = [self.stage, str(self.output), canonical(dict(self.settings)), canonical(self.input_digests())]
+        return sha256_text("\n".join([*parts, canonical(code(f"scripts/{self.stage}.py"))]))[:16]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage hands back: its manifest, and `cost` figures beyond seconds and memory."""
+
+    manifest: Manifest
+    cost: Mapping[str, Any] = field(default_factory=dict)
+
+
+Build = Callable[[Job, Path], Result]
+
+
+def run(job: Job, build: Build) -> None:
+    """Let `build` fill the work folder, write the manifest last, and publish by rename.
+
+    A folder whose manifest is there was finished by an earlier attempt and is only published.
+    """
+    folder = job.work / job.stage / job.fingerprint()
+    resumed = folder.exists()
+    with claimed(folder):
+        if not (folder / NAME).exists():
+            start = time.monotonic()
+            result = build(job, folder)
+            for leftover in ("progress.json", "partial"):
+                remove(folder / leftover)
+            write_json(folder / "cost.json", cost(result, time.monotonic() - start, resumed))
+            result.manifest.write(folder)
+        publish(folder, job.output)
+    log.info("published %s", job.output)
+
+
+def remove(path: Path) -> None:
+    """Delete the file or folder at `path` if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def cost(result: Result, seconds: float, resumed: bool) -> dict[str, Any]:
+    """What the work took: seconds of this attempt, peak memory, machine and versions, and the stage's own figures."""
+    versions = {name: version for name in RECORDED_VERSIONS if (version := installed(name))}
+    return {
+        "seconds": round(seconds, 3),
+        "resumed": resumed,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "python": platform.python_version(),
+        "versions": versions,
+        **result.cost,
+    }
+
+
+def installed(name: str) -> str | None:
+    """The version of the installed package `name`, None when it is not there."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def stage_command(stage: str, doc: str, build: Build, inputs: Sequence[str] = ()) -> None:
+    """Parse the command line of `python -m scripts.<stage>` and run the stage.
+
+    Each name in `inputs` becomes a flag that takes the manifests of the stage before.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m scripts.{stage}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in inputs:
+        parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, help=f"manifest of {name}")
+    parser.add_argument("--output", type=Path, required=True, help="manifest to write; the folder that holds it is published")
+    parser.add_argument("--settings", type=json.loads, default={}, help="tracked settings as JSON")
+    parser.add_argument("--runtime", type=json.loads, default={}, help="machine settings as JSON, never tracked")
+    parser.add_argument("--work", type=Path, default=Path("results/work"), help="root of the work folders, on the output's file system")
+    arguments = parser.parse_args()
+    job = Job(
+        stage=stage,
+        output=arguments.output.parent,
+        inputs={name: tuple(getattr(arguments, name.replace("-", "_"))) for name in inputs},
+        settings=arguments.settings,
+        runtime=arguments.runtime,
+        work=arguments.work,
+    )
+    guarded(f"{stage} {job.output.name}", lambda: run(job, build))
+
+
+def guarded(label: str, action: Callable[[], None]) -> None:
+    """Run `action` with logging to stderr; on failure the last line says in one sentence what to do, and exit with 1."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {label}: %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    try:
+        action()
+    except StageError as error:
+        log.error("ERROR %s", " ".join(str(error).split()))
+        sys.exit(1)
+    except Exception as error:
+        if not disk_is_full(error):
+            log.exception("unexpected error, please report it with this log")
+        log.error("ERROR %s", last_words(error))
+        sys.exit(1)
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether `error` says that the disk, a quota or a file size limit is used up, also through a library's own type."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return (isinstance(error, OSError) and error.errno in full) or "No space left on device" in str(error)
+
+
+def last_words(error: Exception) -> str:
+    """One line for an error that no stage foresaw."""
+    if disk_is_full(error):
+        name = getattr(error, "filename", None)
+        where = f" while writing {name}" if name else ""
+        free = shutil.disk_usage(".").free
+        remedy = "free some space and start again, finished work is kept"
+        return f"the disk is full{where} ({free:,} bytes free here): {remedy} ({one_line(error)})"
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def one_line(error: BaseException) -> str:
+    """The text of `error` without line breaks, at most 300 characters."""
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,113 @@
+"""The schema and the default config in step; errors all at once, with dotted paths and remedies."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+from scripts.lib.ground.config import check_config, config_errors, without_nulls
+
+REPO = Path(__file__).parents[1]
+SCHEMA = json.loads((REPO / "rules/config.schema.json").read_text())
+DEFAULT = yaml.safe_load((REPO / "config.yaml").read_text())
+
+
+@pytest.fixture
+def config():
+    return copy.deepcopy(DEFAULT)
+
+
+def objects(schema):
+    """Every schema of a mapping with fixed keys, nested ones included."""
+    if isinstance(schema, dict):
+        if "properties" in schema:
+            yield schema
+        for value in schema.values():
+            yield from objects(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from objects(value)
+
+
+def test_the_default_config_is_valid(config):
+    assert config_errors(config, SCHEMA) == []
+
+
+def test_the_schema_is_valid_closed_and_described():
+    Draft202012Validator.check_schema(SCHEMA)
+    for mapping in objects(SCHEMA):
+        assert mapping["additionalProperties"] is False
+        for name, entry in mapping["properties"].items():
+            assert "description" in entry or "properties" in entry, name
+
+
+@pytest.mark.parametrize("section", sorted(set(DEFAULT) - {"datasets", "benchmark", "target"}))
+def test_the_default_config_shows_every_option(section):
+    schema, entry = SCHEMA["properties"][section], DEFAULT[section]
+    if section == "drafters":
+        schema, entry = schema["additionalProperties"], next(iter(entry.values()))
+    if "properties" in schema:
+        assert set(entry) == set(schema["properties"])
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_other_configs_are_valid(path, config):
+    def merged(base, over):
+        return {**base, **{k: merged(base.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}}
+
+    assert config_errors(without_nulls(merged(config, yaml.safe_load(path.read_text()))), SCHEMA) == []
+
+
+def test_all_errors_at_once_with_paths_and_remedies(config):
+    config["drafters"]["eagle3"]["learning_rate"] = "1e-4"
+    config["drafters"]["eagle3"]["epoch"] = 3
+    config["encode"]["max_length"] = "long"
+    config["datasets"]["Share-GPT"] = config["datasets"]["bfcl"]
+    config["datasets"]["evals"] = config["datasets"]["evals"] | {"source": "s3://bucket/file"}
+    config["generate"]["turns"] = "some"
+    del config["seed"]
+    assert config_errors(config, SCHEMA) == sorted(
+        [
+            "datasets.Share-GPT: bad name (use lower-case letters, digits and _, a letter first: it becomes a folder)",
+            'datasets.evals.source: "s3://bucket/file" does not fit '
+            "(write hub:ORG/NAME, path:FILE_OR_GLOB, wheel:NAME==VERSION or generator:NAME==VERSION)",
+            'drafters.eagle3.learning_rate: "1e-4" is not a number (YAML reads 1e-4 as text: write 1.0e-4)',
+            "drafters.eagle3.epoch: unknown key (did you mean epochs?)",
+            'encode.max_length: "long" is not a whole number',
+            'generate.turns: "some" is none of first, all, last',
+            "seed: missing (required here)",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "error"),
+    [
+        (
+            lambda c: c["benchmark"]["tasks"].update(evals=c["benchmark"]["tasks"]["mtbench"]),
+            "benchmark.tasks.evals: also a dataset's name",
+        ),
+        (lambda c: c["benchmark"]["variants"]["chain4"].update(drafter="eagle4"), "benchmark.variants.chain4.drafter: eagle4 is not among"),
+        (lambda c: c["datasets"]["evals"].pop("members"), "datasets.evals.members: missing (a wheel: source needs it)"),
+        (lambda c: c["target"].update(source="hub:org/model"), "target.revision: missing"),
+    ],
+)
+def test_contradictions_between_sections(config, edit, error):
+    edit(config)
+    assert [line for line in config_errors(config, SCHEMA) if line.startswith(error)]
+
+
+def test_null_leaves_out_a_dataset(config):
+    config["datasets"]["evals"] = None
+    assert set(without_nulls(config)["datasets"]) == {"bfcl", "chitchat", "reasoning_gym"}
+
+
+def test_the_failure_is_the_callers_own(config, tmp_path):
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    config["seed"] = "seven"
+    with pytest.raises(RuntimeError, match='seed: "seven" is not a whole number'):
+        check_config(config, path, RuntimeError)

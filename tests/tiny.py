@@ -50,7 +50,7 @@ def tiny_config(layers: int = 8) -> LlamaConfig:
 def save_tiny_target(folder: Path, layers: int = 8, seed: int = 0) -> Path:
     """Write a tiny target in HF layout (bf16 safetensors, tokenizer, template) into `folder`."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(tiny_config(layers)).to(torch.bfloat16)
+    model = LlamaForCausalLM(tiny_config(layers)).bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)  # spread the logits, so that near-ties are rare

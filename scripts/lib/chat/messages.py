@@ -1,0 +1,35 @@
+"""A conversation as typed messages, and as the rows that Parquet holds."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation.
+
+    `tool_calls` is the canonical JSON text of the list of calls. An assistant message with neither content nor
+    tool calls is a turn that the target has still to write.
+    """
+
+    role: str
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: str | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether the target has still to write this turn."""
+        return self.role == "assistant" and self.content is None and self.tool_calls is None
+
+
+def to_rows(messages: Iterable[Message]) -> list[dict[str, str | None]]:
+    """`messages` as the structs of a `messages` column."""
+    return [asdict(message) for message in messages]
+
+
+def from_rows(rows: Sequence[Mapping[str, str | None]]) -> tuple[Message, ...]:
+    """The messages of one cell of a `messages` column."""
+    return tuple(Message(str(row["role"]), row.get("content"), row.get("reasoning_content"), row.get("tool_calls")) for row in rows)

@@ -1,0 +1,1 @@
+"""Many token data sets into one seeded training mix with a held-out share."""

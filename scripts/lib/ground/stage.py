@@ -122,7 +122,7 @@ def stage_command(stage: str, doc: str, build: Build, inputs: Sequence[str] = ()
         prog=f"python -m scripts.{stage}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name in inputs:
-        parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, help=f"manifest of {name}")
+        parser.add_argument(f"--{name}", type=Path, nargs="*", required=True, help=f"manifest of {name}")
     parser.add_argument("--output", type=Path, required=True, help="manifest to write; the folder that holds it is published")
     parser.add_argument("--settings", type=json.loads, default={}, help="tracked settings as JSON")
     parser.add_argument("--runtime", type=json.loads, default={}, help="machine settings as JSON, never tracked")
@@ -136,7 +136,8 @@ def stage_command(stage: str, doc: str, build: Build, inputs: Sequence[str] = ()
         runtime=arguments.runtime,
         work=arguments.work,
     )
-    guarded(f"{stage} {job.output.name}", lambda: run(job, build))
+    below_the_run = job.output.parts[3:]  # results/<run>/<folder>/…
+    guarded("/".join([stage, *below_the_run]), lambda: run(job, build))
 
 
 def guarded(label: str, action: Callable[[], None]) -> None:

@@ -1,0 +1,1 @@
+"""One benchmark cell: a task with a drafter against the target alone."""

@@ -1,0 +1,83 @@
+"""The prompts of a task, without those that the drafter was trained on."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from scripts.lib.chat.messages import from_rows
+from scripts.lib.chat.template import ChatTemplate
+from scripts.lib.generation.conversation import answerable
+from scripts.lib.ground.errors import StageError
+from scripts.lib.ground.manifest import checked_shard, read_manifest
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the target sees before its first answer. `more_turns` says that the task goes on after it."""
+
+    id: str
+    ids: tuple[int, ...]
+    more_turns: bool
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts to measure, and the ids of the rows that are none, by reason."""
+
+    kept: tuple[Prompt, ...]
+    rejected: Mapping[str, tuple[str, ...]]
+
+
+def read_prompts(prepared: Path, merged: Path, template: ChatTemplate) -> Prompts:
+    """Prompts of the prepared task, in its order. StageError when none is left.
+
+    Rejected are rows whose first user turn the training rows hold too (`in_training_data`), rows without a user turn
+    (`no_user_turn`), and repeated prompts (`duplicate`): a prompt seen twice in one pass would be served from warm caches.
+    """
+    trained = training_hashes(merged)
+    kept: dict[tuple[int, ...], Prompt] = {}
+    rejected: dict[str, list[str]] = {}
+    for row in prepared_rows(prepared):
+        prompt = first_turn(row, template)
+        if row["prompt_hash"] in trained:
+            rejected.setdefault("in_training_data", []).append(row["id"])
+        elif prompt is None:
+            rejected.setdefault("no_user_turn", []).append(row["id"])
+        elif prompt.ids in kept:
+            rejected.setdefault("duplicate", []).append(row["id"])
+        else:
+            kept[prompt.ids] = prompt
+    counts = {reason: len(ids) for reason, ids in sorted(rejected.items())}
+    if not kept:
+        raise StageError(
+            f"{prepared}: no prompt is left to measure, rejected {counts}; choose a task whose prompts are not in the training data"
+        )
+    return Prompts(tuple(kept.values()), {reason: tuple(ids) for reason, ids in sorted(rejected.items())})
+
+
+def first_turn(row: Mapping[str, Any], template: ChatTemplate) -> Prompt | None:
+    """The prompt of the answer to the first user turn; None when no user asks anything."""
+    messages = from_rows(row["messages"])
+    answers = list(answerable(messages))
+    if not answers:
+        return None
+    ids = template.prompt_ids(messages[: answers[0]], row["tools"])
+    return Prompt(row["id"], tuple(ids), len(answers) > 1)
+
+
+def prepared_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of the prepared source whose manifest is at `path`."""
+    for shard in read_manifest(path, "prepare").shards:
+        if shard.name.startswith("rows-"):
+            yield from pl.read_parquet(checked_shard(path.parent, shard)).iter_rows(named=True)
+
+
+def training_hashes(path: Path) -> set[str]:
+    """`prompt_hash` of every training row of the mix whose manifest is at `path`."""
+    shards = [shard for shard in read_manifest(path, "merge").shards if shard.name.startswith("train-")]
+    return {
+        digest for shard in shards for digest in pl.read_parquet(checked_shard(path.parent, shard), columns=["prompt_hash"])["prompt_hash"]
+    }

@@ -1,0 +1,1 @@
+"""The target as an engine: prompt ids to answers, token rows to hidden states."""

@@ -1,0 +1,93 @@
+"""The target in process, through transformers: the reference for every other engine.
+
+Shapes: B rows, N new tokens, T tokens of a row, F positions with a teacher, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from scripts.lib.engines.decoder import final_states, tapped
+from scripts.lib.engines.decoding import answer
+from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRequest
+from scripts.lib.engines.sampling import Sampler
+from scripts.lib.ground.errors import StageError
+
+LOGIT_ROWS = 512  # rows of one lm_head product: bounds the logits to 512 × V
+
+
+def load_target(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The causal language model in HF layout in `folder`, for inference only.
+
+    Raises StageError when it cannot be read, lacks weights, or is not built like Llama: `model.layers`, `model.norm`, `lm_head`.
+    """
+    disable_progress_bar()  # its carriage returns make one endless line of a log
+    try:
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StageError(f"{folder}: transformers cannot load the target ({error}); rebuild stage target") from error
+    model, loaded = result
+    lost = sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]]))
+    if lost:
+        raise StageError(f"{folder}: {len(lost)} weights are missing or misshapen, first {lost[0]}; rebuild stage target")
+    parts = ("layers", "norm")
+    if not hasattr(model, "lm_head") or not all(hasattr(getattr(model, "model", None), part) for part in parts):
+        kind = type(model).__name__
+        raise StageError(f"{folder}: {kind} has no model.layers, model.norm and lm_head; choose a decoder of the Llama kind")
+    return model.to(device).eval().requires_grad_(False)
+
+
+class TransformersEngine:
+    """Answers and states of a loaded target.
+
+    Greedy at temperature 0; above it, every request draws from a generator seeded by (seed, key), never by its place.
+    """
+
+    def __init__(self, model: PreTrainedModel, eos_ids: frozenset[int], temperature: float = 0.0, seed: int = 0) -> None:
+        self.model = model
+        self.eos_ids = eos_ids
+        self.temperature, self.seed = temperature, seed
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answer `requests`, best sorted by prompt length: neighbours share a prefill."""
+        return answer(self.model, requests, self.eos_ids, Sampler(self.temperature, self.seed))
+
+    @torch.inference_mode()
+    def logits(self, final: torch.Tensor) -> torch.Tensor:
+        """Logits [F, V] of final states [F, H]."""
+        return self.model.lm_head(final)
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
+        """One forward pass over `rows`, padded on the right, where causal attention keeps padding out of every real token."""
+        longest = max(len(row.input_ids) for row in rows)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        for index, row in enumerate(rows):
+            ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
+        with tapped(self.model, boundaries) as taps:
+            final = final_states(self.model, ids.to(self.model.device), cache=None)
+        wanted = torch.cat([final[index, list(row.final_index)] for index, row in enumerate(rows)])
+        argmax = torch.cat([self.model.lm_head(part).argmax(-1) for part in wanted.split(LOGIT_ROWS)])
+        sizes = [len(row.final_index) for row in rows]
+        aux = torch.stack([taps[boundary] for boundary in boundaries], dim=2)
+        parts = zip(rows, aux, wanted.split(sizes), argmax.split(sizes), strict=True)
+        return [RowStates(states[: len(row.input_ids)], teacher, best) for row, states, teacher, best in parts]
+
+
+@torch.inference_mode()
+def forward_states(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache | None, boundaries: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Feed N new tokens of one row, `input_ids` [1, N], after those in `cache`, and append them to it.
+
+    Returns `final` [N, H] after the last norm (logits are `model.lm_head(final)`) and `aux` [N, 3, H] at `boundaries`.
+    """
+    with tapped(model, boundaries) as taps:
+        final = final_states(model, input_ids, cache)
+    return final[0], torch.stack([taps[boundary][0] for boundary in boundaries], dim=1)

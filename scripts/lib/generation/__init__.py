@@ -1,0 +1,1 @@
+"""Lets the target write the assistant turns of prepared rows."""

@@ -1,0 +1,71 @@
+"""The forward passes of one shard, and the checks of what came out.
+
+Shapes: T tokens of a row, F positions of it with a teacher, H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from scripts.lib.engines.protocol import RowStates, StateRequest, TargetEngine
+from scripts.lib.ground.errors import StageError
+from scripts.lib.states.rows import TokenRow
+
+NOISE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}  # of the largest logit: below it two logits are a near tie
+
+
+def capture(engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batch_tokens: int) -> list[RowStates]:
+    """States of `rows`, in their order, as a shard holds them. Raises StageError when the engine gives other than one state a token."""
+    states: dict[int, RowStates] = {}
+    for batch in batches([len(row.input_ids) for row in rows], batch_tokens):
+        requests = [StateRequest(rows[index].input_ids, rows[index].final_index) for index in batch]
+        for index, state in zip(batch, engine.states(requests, boundaries), strict=True):
+            states[index] = stored(rows[index], state)
+    return [states[index] for index in range(len(rows))]
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indexes of rows of like `lengths`: at most `batch_tokens` padded tokens in a batch, or one longer row."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
+        if batch and lengths[index] * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch
+
+
+def stored(row: TokenRow, state: RowStates) -> RowStates:
+    """`state` of `row` as a shard holds it. Raises StageError when it has not one aux state a token and one final state a teacher."""
+    got = (state.aux.shape[0], state.aux.shape[1], state.final.shape[0], state.argmax.shape[0])
+    wanted = (len(row.input_ids), 3, len(row.final_index), len(row.final_index))
+    if got != wanted:
+        raise StageError(
+            f"row {row.id}: the engine gave (tokens, layers, final states, argmax) = {got}, wanted {wanted}; "
+            "a prefix cache drops states: switch it off in the engine"
+        )
+    return RowStates(state.aux.to("cpu", torch.bfloat16), state.final.to("cpu", torch.bfloat16), state.argmax.cpu())
+
+
+def defect(state: RowStates) -> str | None:
+    """Why the states of a row must not be trained on, or None."""
+    if not (torch.isfinite(state.aux).all() and torch.isfinite(state.final).all()):
+        return "non_finite"
+    return "zero_state" if bool((state.aux == 0).all(-1).any()) else None
+
+
+def check_sample(engine: TargetEngine, row: TokenRow, argmax: torch.Tensor, boundaries: Sequence[int], dtype: str) -> None:
+    """Compute `row` alone and compare with `argmax` [F] from its batch: padding and neighbours must decide nothing but near ties.
+
+    Raises StageError with the first position that differs by more than the noise of `dtype`.
+    """
+    (alone,) = engine.states([StateRequest(row.input_ids, row.final_index)], boundaries)
+    best = alone.argmax.cpu()
+    for place in (best != argmax).nonzero().flatten().tolist():
+        logits = engine.logits(alone.final[place : place + 1])[0].float()
+        gap = float(logits[best[place]] - logits[argmax[place]])
+        if not gap <= NOISE[dtype] * float(logits.abs().max()):
+            raise StageError(
+                f"row {row.id}, position {row.final_index[place]}: best is {int(argmax[place])} in the batch and {int(best[place])} alone, "
+                f"with a gap of {gap:.3g}, more than {dtype} explains; the engine mixes up rows or padding, please report it with this log"
+            )

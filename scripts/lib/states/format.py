@@ -1,0 +1,69 @@
+"""One shard of hidden states: many rows end to end, no padding, in one safetensors file.
+
+Shapes: T tokens, R rows, H hidden size, F positions with a teacher, S loss spans, all over the whole shard.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from scripts.lib.engines.protocol import RowStates
+from scripts.lib.ground.files import write_bytes
+from scripts.lib.states.rows import TokenRow
+
+TENSORS = ("input_ids", "row_offsets", "aux", "final", "final_index", "argmax", "loss_spans")
+
+
+@dataclass(frozen=True)
+class HiddenShard:
+    """The content of one shard; positions are token positions in the shard.
+
+    `input_ids` i32 [T], `row_offsets` i64 [R + 1], `aux` bf16 [T, 3, H] at the three boundaries, `final` bf16 [F, H] after the last
+    norm, `final_index` i64 [F] ascending, `argmax` i32 [F] of `lm_head(final)` in the forward's dtype, `loss_spans` i64 [S, 2]
+    half-open, `ids` of the R rows.
+    """
+
+    input_ids: torch.Tensor
+    row_offsets: torch.Tensor
+    aux: torch.Tensor
+    final: torch.Tensor
+    final_index: torch.Tensor
+    argmax: torch.Tensor
+    loss_spans: torch.Tensor
+    ids: tuple[str, ...]
+
+    @property
+    def tokens(self) -> int:
+        """T, tokens of all rows."""
+        return len(self.input_ids)
+
+
+def write_shard(path: Path, shard: HiddenShard) -> None:
+    """Write `shard` to `path`, whole or not at all. The header has one entry, `ids`: several come in a random order."""
+    data = save({name: getattr(shard, name).contiguous() for name in TENSORS}, {"ids": json.dumps(shard.ids, ensure_ascii=False)})
+    try:
+        write_bytes(path, data)
+    except OSError as error:
+        error.filename = str(path)  # a failed write does not say where
+        raise
+
+
+def packed(rows: Sequence[TokenRow], states: Sequence[RowStates]) -> HiddenShard:
+    """`rows` and their `states` end to end."""
+    lengths = torch.tensor([len(row.input_ids) for row in rows], dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    starts = offsets[:-1].tolist()
+    return HiddenShard(
+        input_ids=torch.tensor([token for row in rows for token in row.input_ids], dtype=torch.int32),
+        row_offsets=offsets,
+        aux=torch.cat([state.aux for state in states]),
+        final=torch.cat([state.final for state in states]),
+        final_index=torch.tensor([start + place for start, row in zip(starts, rows, strict=True) for place in row.final_index]),
+        argmax=torch.cat([state.argmax for state in states]).to(torch.int32),
+        loss_spans=torch.tensor([[start + place for place in span] for start, row in zip(starts, rows, strict=True) for span in row.spans]),
+        ids=tuple(row.id for row in rows),
+    )

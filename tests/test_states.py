@@ -1,0 +1,154 @@
+"""Shards of hidden states: the file format, its reader, and the checks before anything is written."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRequest
+from scripts.lib.ground.errors import StageError
+from scripts.lib.states.capture import batches, capture, check_sample, defect
+from scripts.lib.states.format import TENSORS, HiddenShard, packed, write_shard
+from scripts.lib.states.hidden import check_space
+from scripts.lib.states.reader import check_finite, read_shard
+from scripts.lib.states.rows import TokenRow
+
+H = 4
+
+
+class FakeEngine:
+    """Gives state t+1 for token t, drops `cached` tokens of every row, and scores logits with a fixed head."""
+
+    def __init__(self, cached: int = 0, head: torch.Tensor | None = None) -> None:
+        self.cached, self.head = cached, head
+        self.calls: list[list[int]] = []
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise NotImplementedError
+
+    def logits(self, final: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
+        return final @ self.head.T
+
+    def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
+        self.calls.append([len(row.input_ids) for row in rows])
+        return [self._state(row) for row in rows]
+
+    def _state(self, row: StateRequest) -> RowStates:
+        tokens = torch.tensor(row.input_ids, dtype=torch.float32) + 1
+        aux = tokens[self.cached :, None, None].expand(-1, 3, H)
+        final = tokens[list(row.final_index), None].expand(-1, H)
+        argmax = self.logits(final).argmax(-1) if self.head is not None else torch.tensor(row.final_index)
+        return RowStates(aux, final, argmax)
+
+
+def rows() -> list[TokenRow]:
+    return [TokenRow("a", (5, 6, 7, 8), ((1, 4),)), TokenRow("b", (1, 2, 3, 4, 5, 6), ((1, 3), (4, 6))), TokenRow("c", (9, 9), ((0, 2),))]
+
+
+def shard() -> HiddenShard:
+    return packed(rows(), capture(FakeEngine(), rows(), [1, 2, 3], 100))
+
+
+def test_rows_lie_end_to_end_with_teachers_where_a_span_has_a_next_token() -> None:
+    made = shard()
+    assert made.row_offsets.tolist() == [0, 4, 10, 12] and made.input_ids.tolist() == [5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 9, 9]
+    assert made.loss_spans.tolist() == [[1, 4], [5, 7], [8, 10], [10, 12]]
+    assert made.final_index.tolist() == [1, 2, 5, 8, 10] and made.argmax.tolist() == [1, 2, 1, 4, 0]
+    assert made.aux[:, 0, 0].tolist() == [6, 7, 8, 9, 2, 3, 4, 5, 6, 7, 10, 10]
+    assert made.final[:, 0].tolist() == [7, 8, 3, 6, 10]
+
+
+def test_a_shard_comes_back_as_it_was_written_and_equal_shards_are_equal_bytes(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_shard(tmp_path / name, shard())
+    back = read_shard(tmp_path / "one")
+    assert all(torch.equal(getattr(back, name), getattr(shard(), name)) for name in TENSORS) and back.ids == ("a", "b", "c")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    check_finite(tmp_path / "one", back)
+
+
+@pytest.mark.parametrize("size", [0, 5, 200, -1])
+def test_a_cut_shard_is_refused_with_its_name_and_the_remedy(tmp_path: Path, size: int) -> None:
+    """A killed dump once left half a file under its final name, and every later run took it for finished."""
+    path = tmp_path / "train-00003.safetensors"
+    write_shard(path, shard())
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(StageError, match=r"train-00003\.safetensors: not a readable shard.*delete this file.*rebuild stage hidden"):
+        read_shard(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("aux", torch.zeros(11, 3, H, dtype=torch.bfloat16), "aux is"),
+        ("aux", torch.zeros(12, 2, H, dtype=torch.bfloat16), "aux is"),
+        ("aux", torch.zeros(12, 3, H), "aux is torch.float32"),
+        ("final", torch.zeros(4, H, dtype=torch.bfloat16), "final is"),
+        ("row_offsets", torch.tensor([0, 4, 4, 12]), "row_offsets"),
+        ("row_offsets", torch.tensor([0, 4, 10, 11]), "row_offsets"),
+        ("final_index", torch.tensor([1, 2, 5, 8, 12]), "final_index"),
+        ("final_index", torch.tensor([1, 2, 2, 8, 10]), "final_index"),
+    ],
+)
+def test_tensors_that_contradict_each_other_are_refused(tmp_path: Path, name: str, value: torch.Tensor, problem: str) -> None:
+    tensors = {key: getattr(shard(), key) for key in TENSORS} | {name: value}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"ids": '["a","b","c"]'})
+    with pytest.raises(StageError, match=problem):
+        read_shard(tmp_path / "x.safetensors")
+
+
+def test_states_that_are_not_finite_are_refused_by_the_reader_too(tmp_path: Path) -> None:
+    bad = shard()
+    bad.aux[3, 1, 2] = math.nan
+    write_shard(tmp_path / "x.safetensors", bad)
+    with pytest.raises(StageError, match="1 rows of aux are not finite, first at 3"):
+        check_finite(tmp_path / "x.safetensors", read_shard(tmp_path / "x.safetensors"))
+
+
+def test_fewer_states_than_tokens_are_refused() -> None:
+    """A prefix cache skips cached tokens, and nothing is captured for them (SpecForge pull 698)."""
+    with pytest.raises(StageError, match=r"row c: the engine gave .*\(1, 3, 1, 1\), wanted \(2, 3, 1, 1\).*prefix cache"):
+        capture(FakeEngine(cached=1), rows(), [1, 2, 3], 100)
+
+
+def test_batches_hold_like_lengths_and_states_return_in_row_order() -> None:
+    lengths = [7, 3, 9, 3, 4, 20]
+    assert list(batches(lengths, 10)) == [[1, 3], [4], [0], [2], [5]]
+    engine = FakeEngine()
+    states = capture(engine, rows(), [1, 2, 3], 8)
+    assert engine.calls == [[2, 4], [6]]
+    assert [float(state.aux[0, 0, 0]) for state in states] == [6, 2, 10]
+
+
+def test_nan_infinity_and_zero_states_are_defects() -> None:
+    """NaN states were once written and trained on (speculators pull 615)."""
+    aux, final = torch.ones(2, 3, H), torch.ones(1, H)
+    argmax = torch.zeros(1)
+    assert defect(RowStates(aux, final, argmax)) is None
+    assert defect(RowStates(aux, final * math.nan, argmax)) == "non_finite"
+    for value, reason in ((math.nan, "non_finite"), (math.inf, "non_finite")):
+        bad = aux.clone()
+        bad[1, 2, 0] = value
+        assert defect(RowStates(bad, final, argmax)) == reason
+    bad = aux.clone()
+    bad[0, 1] = 0
+    assert defect(RowStates(bad, final, argmax)) == "zero_state"
+
+
+def test_the_sample_check_lets_near_ties_pass_and_stops_at_mixed_up_rows() -> None:
+    head = torch.tensor([[1.0, 0, 0, 0], [0.99999, 0, 0, 0], [0.5, 0, 0, 0]])
+    engine, row = FakeEngine(head=head), rows()[0]
+    check_sample(engine, row, torch.tensor([0, 0]), [1, 2, 3], "float32")
+    check_sample(engine, row, torch.tensor([0, 1]), [1, 2, 3], "float32")
+    with pytest.raises(StageError, match="row a, position 2: best is 2 in the batch and 0 alone, with a gap of 4"):
+        check_sample(engine, row, torch.tensor([0, 2]), [1, 2, 3], "float32")
+
+
+def test_too_little_space_is_said_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"need 1,000,000,000,000,000 bytes, [\d,]+ are free; free some space"):
+        check_space(tmp_path, 10**15)

@@ -20,7 +20,7 @@ rule benchmark:
         "results/{run}/logs/benchmark/{task}.{variant}.benchmark.jsonl"
     conda:
         "../envs/aerie.yaml"
-    threads: THREADS
+    threads: THREADS["benchmark"]
     resources:
         gpu=GPUS,
     params:

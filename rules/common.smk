@@ -100,9 +100,9 @@ def cell_settings(wildcards):
     )
 
 
-def on_machine(wildcards, resources):
-    """Device and threads: Snakemake does not compare params that are derived from resources."""
-    return json.dumps(config["runtime"])
+def on_machine(wildcards, threads):
+    """Device and threads: Snakemake does not compare params that are derived from threads."""
+    return json.dumps({"device": config["runtime"]["device"], "threads": threads})
 
 
 THREADS = config["runtime"]["threads"]

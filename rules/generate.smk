@@ -17,7 +17,7 @@ rule generate:
         "results/{run}/logs/generate/{dataset}.benchmark.jsonl"
     conda:
         "../envs/aerie.yaml"
-    threads: THREADS
+    threads: THREADS["generate"]
     resources:
         gpu=GPUS,
     params:

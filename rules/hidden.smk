@@ -17,7 +17,7 @@ rule hidden:
         "results/{run}/logs/hidden.benchmark.jsonl"
     conda:
         "../envs/aerie.yaml"
-    threads: THREADS
+    threads: THREADS["hidden"]
     resources:
         gpu=GPUS,
     params:

@@ -22,7 +22,7 @@ rule train:
         "results/{run}/logs/train/{drafter}.benchmark.jsonl"
     conda:
         "../envs/aerie.yaml"
-    threads: THREADS
+    threads: THREADS["train"]
     resources:
         gpu=GPUS,
     params:

@@ -50,6 +50,14 @@ def test_a_cell_measures_every_prompt_once_a_pass(tmp_path, inputs):
     assert "cell.json" in [shard.name for shard in manifest.shards]
 
 
+def test_a_variant_can_measure_fewer_prompts(tmp_path, inputs):
+    job = cell_job(tmp_path, inputs)
+    job = replace(job, settings=job.settings | {"variant": job.settings["variant"] | {"prompts": 3}})
+    run(job, benchmark)
+    counts = read_manifest(job.output / "manifest.json", "benchmark").counts
+    assert (read_cell(job)["prompts"], counts.rows_out, counts.rejected) == (3, 3, {"over_variants_prompts": 1})
+
+
 def test_half_precision_cells_are_lossless_up_to_near_ties(tmp_path, inputs):
     job = cell_job(tmp_path, inputs, dtype="bfloat16")
     run(job, benchmark)

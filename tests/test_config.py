@@ -102,7 +102,7 @@ def test_contradictions_between_sections(config, edit, error):
 
 def test_null_leaves_out_a_dataset(config):
     config["datasets"]["evals"] = None
-    assert set(without_nulls(config)["datasets"]) == {"bfcl", "chitchat", "reasoning_gym"}
+    assert set(without_nulls(config)["datasets"]) == set(DEFAULT["datasets"]) - {"evals"}
 
 
 def test_the_failure_is_the_callers_own(config, tmp_path):

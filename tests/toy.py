@@ -71,7 +71,7 @@ def toy_config(data: Path) -> dict:
     task = {"format": "columns", "columns": {"prompt": "prompt"}, "samples": 3, "max_tokens": 8}
     config["benchmark"]["tasks"] = {name: task | {"source": f"path:{data}/{name}.jsonl"} for name in ("task0", "task1")}
     config["benchmark"]["variants"] = {"chain2": {"drafter": "eagle3", "draft_steps": 2, "dtype": "float32"}}
-    config["runtime"]["threads"] = 1
+    config["runtime"]["threads"] = dict.fromkeys(config["runtime"]["threads"], 1)
     return copy.deepcopy(config)
 
 

@@ -45,7 +45,7 @@ def benchmark(job: Job, folder: Path) -> Result:
     torch.set_num_threads(job.runtime["threads"])
     settings = Settings.of(job.settings)
     template = ChatTemplate.load(job.input("target").parent)
-    prompts = read_prompts(job.input("prepared"), job.input("merged"), template)
+    prompts = read_prompts(job.input("prepared"), job.input("merged"), template).first(settings.prompts)
     for reason, ids in prompts.rejected.items():
         log.warning("%d prompts rejected, %s: %s", len(ids), reason, ", ".join(ids[:5]) + ("…" if len(ids) > 5 else ""))
     bench = load_bench(job, settings, Limits(template.eos_ids, settings.max_tokens))

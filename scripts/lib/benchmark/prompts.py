@@ -30,6 +30,11 @@ class Prompts:
     kept: tuple[Prompt, ...]
     rejected: Mapping[str, tuple[str, ...]]
 
+    def first(self, count: int | None) -> "Prompts":
+        """The first `count` of them, the rest rejected as `over_variants_prompts`; all when `count` is None."""
+        rest = () if count is None else tuple(prompt.id for prompt in self.kept[count:])
+        return Prompts(self.kept[:count], {**self.rejected, "over_variants_prompts": rest}) if rest else self
+
 
 def read_prompts(prepared: Path, merged: Path, template: ChatTemplate) -> Prompts:
     """Prompts of the prepared task, in its order. StageError when none is left.

@@ -7,7 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """Which task with which drafter, how long answers and chains may be, in which arithmetic, and how often all is timed."""
+    """Which task with which drafter, how long answers and chains may be, in which arithmetic, and how often all is timed.
+
+    `prompts` bounds how many of the task's prompts are measured; None takes all.
+    """
 
     task: str
     variant: str
@@ -16,6 +19,7 @@ class Settings:
     dtype: str
     max_tokens: int
     repeats: int
+    prompts: int | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Settings":

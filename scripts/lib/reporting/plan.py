@@ -40,7 +40,7 @@ def one_dataset(run: Run, prepared: Published) -> DatasetRows:
     }
     facts = raw.manifest.facts if raw else {}
     figures = (mixed.get(name, 0) for name in ("tokens", "trained_tokens", "eval_rows"))
-    return DatasetRows(prepared.name, facts.get("source", MISSING), facts.get("licence", MISSING), rows, *figures)
+    return DatasetRows(prepared.name, facts.get("source", MISSING), facts.get("licence") or "not stated", rows, *figures)
 
 
 def data_table(rows: list[DatasetRows]) -> Table:

@@ -1,0 +1,53 @@
+"""The weights that a drafter starts from.
+
+Shapes: H hidden size, D draft vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from scripts.lib.eagle3.model import Drafter
+from scripts.lib.eagle3.target import NORM, TargetWeights
+
+STANDARD_DEVIATION = 0.02
+
+
+def initialise(drafter: Drafter, seed: int) -> None:
+    """Random weights from `seed`: normal with the usual deviation, norms one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(drafter.named_parameters()):
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * STANDARD_DEVIATION)
+
+
+def warm_start(drafter: Drafter, target: TargetWeights) -> list[str]:
+    """Take over the target's head, last norm and last layer, as far as names and shapes fit; the names taken.
+
+    The target's layer reads features only: `fc` and the embedding half of the projections keep their random start.
+    """
+    taken = {"lm_head.weight": target.head()[drafter.target_ids], "norm.weight": target[NORM], **layer_weights(drafter, target)}
+    with torch.no_grad():
+        parameters = dict(drafter.named_parameters())
+        for name, tensor in taken.items():
+            parameters[name][..., parameters[name].shape[-1] - tensor.shape[-1] :] = tensor.to(parameters[name].dtype)
+    return sorted(taken)
+
+
+def layer_weights(drafter: Drafter, target: TargetWeights) -> dict[str, Tensor]:
+    """Weights of the target's last layer by the drafter's names, where the shapes fit.
+
+    A projection of the target is half as wide as the drafter's, whose second half sees the features.
+    """
+    find = target.last_layer()
+    sources = {name: name.removeprefix("midlayer.") for name, _ in drafter.named_parameters() if name.startswith("midlayer.")}
+    sources["midlayer.hidden_norm.weight"] = "input_layernorm.weight"
+    found = {}
+    for name, source in sources.items():
+        tensor = find(source)
+        shape = tuple(drafter.get_parameter(name).shape)
+        if tensor is not None and tuple(tensor.shape) in (shape, (*shape[:-1], shape[-1] // 2)):
+            found[name] = tensor
+    return found

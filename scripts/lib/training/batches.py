@@ -1,0 +1,96 @@
+"""Rows as training sees them, and batches of whole rows end to end.
+
+Shapes: T tokens of a row, S its trained slots; N positions and Q slots of a batch; H hidden size.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One row cut behind its last trained slot; tensors may be views of a mapped file.
+
+    Slot t takes the states of token t and the token t+1 and predicts token t+2 (`docs/design.md`, section 4).
+    """
+
+    id: str
+    tokens: Tensor  # i32[T + 1], one more than there are positions: the last slot takes the next token
+    aux: Tensor  # bf16[T, 3, H]
+    slots: Tensor  # i64[S], ascending positions trained at step 0
+    remaining: Tensor  # i64[S], slots from here to the end of the slot's own span, itself included
+    final: Tensor  # bf16[S, H], the target's state at slot + 1, which is the teacher
+    argmax: Tensor  # i32[S], the target's choice for the token that the slot predicts
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole rows end to end. A slot q is trained at step s iff s < remaining[q]; its teacher then stands at q + s."""
+
+    ids: tuple[str, ...]
+    aux: Tensor  # [N, 3, H]
+    next_tokens: Tensor  # i64[N], the token behind each position
+    positions: Tensor  # i64[N], within the row
+    slots: Tensor  # i64[Q], indices into the N positions
+    remaining: Tensor  # i64[Q]
+    row_starts: tuple[int, ...]  # into the N positions, one more than there are rows
+    slot_starts: tuple[int, ...]  # into the Q slots, one more than there are rows
+    final: Tensor  # [Q, H]
+    argmax: Tensor  # i64[Q]
+
+
+def collate(rows: Sequence[TrainingRow], dtype: torch.dtype, device: str) -> Batch:
+    """Put `rows` end to end on `device`; states become `dtype` there."""
+    lengths, counts = [len(row.aux) for row in rows], [len(row.slots) for row in rows]
+    starts, slot_starts = offsets(lengths), offsets(counts)
+
+    def joined(tensors: list[Tensor], kind: torch.dtype) -> Tensor:
+        return torch.cat(tensors).to(device).to(kind)
+
+    return Batch(
+        ids=tuple(row.id for row in rows),
+        aux=joined([row.aux for row in rows], dtype),
+        next_tokens=joined([row.tokens[1:] for row in rows], torch.int64),
+        positions=joined([torch.arange(length) for length in lengths], torch.int64),
+        slots=joined([row.slots + start for row, start in zip(rows, starts, strict=False)], torch.int64),
+        remaining=joined([row.remaining for row in rows], torch.int64),
+        row_starts=starts,
+        slot_starts=slot_starts,
+        final=joined([row.final for row in rows], dtype),
+        argmax=joined([row.argmax for row in rows], torch.int64),
+    )
+
+
+def offsets(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Where each of things of these `lengths`, end to end, starts, and where the last one ends."""
+    sums = [0]
+    for length in lengths:
+        sums.append(sums[-1] + length)
+    return tuple(sums)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """The order of `count` rows in `epoch`: a function of `seed` and `epoch` alone, so that a resumed run needs no state."""
+    order = list(range(count))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
+def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Cut `order` into runs of whole rows of about `batch_tokens`, all of them about equal; a longer row stands alone.
+
+    Equal runs keep the last step of an epoch from resting on a few tokens.
+    """
+    total = sum(lengths[index] for index in order)
+    count = max(round(total / batch_tokens), 1)
+    packs: list[list[int]] = [[] for _ in range(count)]
+    before = 0
+    for index in order:
+        middle = before + lengths[index] / 2
+        packs[int(middle * count / total)].append(index)
+        before += lengths[index]
+    return [indices for indices in packs if indices]

@@ -1,0 +1,43 @@
+"""Which rows each optimizer step sees, and with which learning rate: functions of settings alone."""
+
+import math
+from dataclasses import dataclass
+
+from scripts.lib.training.batches import TrainingRow, epoch_order, pack
+from scripts.lib.training.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One optimizer step: its epoch (from 0), indices of its rows, its learning rate, and how many draft steps it unrolls."""
+
+    epoch: int
+    rows: tuple[int, ...]
+    learning_rate: float
+    draft_steps: int
+
+
+def plan(rows: tuple[TrainingRow, ...], settings: TrainSettings) -> list[PlannedStep]:
+    """All steps of a run over `rows`.
+
+    The first half of them drafts one step only, which costs a third: later steps build on the first one, and learn from a good one.
+    """
+    lengths = [len(row.slots) for row in rows]
+    packs = [
+        (epoch, tuple(indices))
+        for epoch in range(settings.epochs)
+        for indices in pack(lengths, epoch_order(len(rows), settings.seed, epoch), settings.batch_tokens)
+    ]
+    single = len(packs) // 2
+    return [
+        PlannedStep(epoch, indices, learning_rate(step, len(packs), settings), 1 if step < single else settings.ttt_steps)
+        for step, (epoch, indices) in enumerate(packs)
+    ]
+
+
+def learning_rate(step: int, steps: int, settings: TrainSettings) -> float:
+    """Linear warm-up over the first `warmup_share` of `steps`, then half a cosine down to zero."""
+    warmup = max(round(settings.warmup_share * steps), 1)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    return settings.learning_rate * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))) / 2

@@ -1,0 +1,168 @@
+"""The fast training path equals the plain reference in losses and gradients; decoding equals training-time states."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from scripts.lib.eagle3.initial import initialise
+from scripts.lib.eagle3.model import DraftCache, Drafter, DrafterConfig
+from scripts.lib.states.format import HiddenShard
+from scripts.lib.training.batches import collate
+from scripts.lib.training.loss import Teacher, unrolled_loss
+from scripts.lib.training.rows import shard_rows, trained_slots
+from scripts.lib.training.unroll import unroll
+from tests import reference_eagle3 as reference
+from tests.tiny import tiny_config
+
+STEPS, DECAY = 4, 0.8
+LENGTHS = (23, 9, 14)
+SPANS = ([(5, 12), (15, 23)], [(3, 6)], [(0, 8), (8, 9), (12, 14)])  # two turns; ends early; no prompt, one token, two tokens
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    return LlamaForCausalLM(tiny_config(layers=2)).eval()
+
+
+@pytest.fixture(scope="module")
+def drafter(target: LlamaForCausalLM) -> Drafter:
+    ids = torch.arange(1, 200, 2)
+    t2d = torch.zeros(272, dtype=torch.bool)
+    t2d[ids] = True
+    drafter = Drafter(DrafterConfig.from_target(target.config, len(ids), (1, 2, 3)), ids - torch.arange(len(ids)), t2d)
+    initialise(drafter, 5)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.1)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[reference.ReferenceRow]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for length, spans in zip(LENGTHS, SPANS, strict=True):
+        aux = torch.randn(length, 192, generator=generator).bfloat16().float()
+        final = torch.randn(length, 64, generator=generator).bfloat16().float()
+        made.append(reference.ReferenceRow(torch.randint(0, 272, (length,), generator=generator), aux, final, spans))
+    return made
+
+
+def shard(rows: list[reference.ReferenceRow]) -> HiddenShard:
+    starts = torch.tensor([0, *(len(row.tokens) for row in rows)]).cumsum(0)
+    teachers = [
+        [start + place for first, last in row.spans for place in range(first, last - 1)]
+        for row, start in zip(rows, starts.tolist(), strict=False)
+    ]
+    index = torch.tensor([place for places in teachers for place in places])
+    final = torch.cat([row.final for row in rows]).bfloat16()[index]
+    return HiddenShard(
+        input_ids=torch.cat([row.tokens for row in rows]).int(),
+        row_offsets=starts,
+        aux=torch.cat([row.aux for row in rows]).view(-1, 3, 64).bfloat16(),
+        final=final,
+        final_index=index,
+        argmax=torch.zeros(len(index), dtype=torch.int32),
+        loss_spans=torch.tensor(
+            [[start + first, start + last] for row, start in zip(rows, starts.tolist(), strict=False) for first, last in row.spans]
+        ),
+        ids=tuple(f"row{number}" for number in range(len(rows))),
+    )
+
+
+def fast(drafter: Drafter, target: LlamaForCausalLM, rows: list[reference.ReferenceRow]) -> tuple[torch.Tensor, list[float]]:
+    teacher = Teacher(target.model.embed_tokens.weight.detach(), target.lm_head.weight[drafter.target_ids].detach())
+    batch = collate([row for row in shard_rows(Path("x"), shard(rows)) if len(row.slots)], torch.float32, "cpu")
+    return unrolled_loss(unroll(drafter, teacher.embedding, batch, STEPS), drafter, teacher.probabilities(batch.final), DECAY)
+
+
+def slow(drafter: Drafter, target: LlamaForCausalLM, rows: list[reference.ReferenceRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
+    return reference.loss(plain(drafter), reference.ReferenceTarget(embedding, head, drafter.d2t, drafter.t2d), rows, STEPS, DECAY)
+
+
+def plain(drafter: Drafter) -> reference.ReferenceDrafter:
+    theta, eps = drafter.config.rope_parameters["rope_theta"], drafter.config.rms_norm_eps
+    return reference.ReferenceDrafter(dict(drafter.named_parameters()), drafter.config.head_dim, theta, eps)
+
+
+def gradients(drafter: Drafter, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    drafter.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
+
+
+def test_packed_batch_has_the_losses_and_gradients_of_the_reference(drafter, target, rows):
+    total, means = fast(drafter, target, rows)
+    wanted, wanted_means = slow(drafter, target, rows)
+    assert len(means) == STEPS
+    torch.testing.assert_close(torch.tensor(means), torch.stack(wanted_means), rtol=1e-4, atol=0)
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=0)
+    found, expected = gradients(drafter, total), gradients(drafter, wanted)
+    assert found.keys() == expected.keys() == dict(drafter.named_parameters()).keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_packed_batch_is_its_rows_alone(drafter, target, rows):
+    batch = collate([row for row in shard_rows(Path("x"), shard(rows)) if len(row.slots)], torch.float32, "cpu")
+    together = unroll(drafter, target.model.embed_tokens.weight, batch, STEPS)
+    alone = [
+        unroll(drafter, target.model.embed_tokens.weight, collate(list(shard_rows(Path("x"), shard([row]))), torch.float32, "cpu"), STEPS)
+        for row in rows
+    ]
+    for step in range(STEPS):
+        parts = [single[step].states for single in alone if step < len(single)]
+        torch.testing.assert_close(together[step].states, torch.cat(parts), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_outside_of_the_trained_part_have_no_influence(drafter, target, rows):
+    changed = [reference.ReferenceRow(row.tokens.clone(), row.aux.clone(), row.final, row.spans) for row in rows]
+    changed[0].tokens[:5] = 7  # a prompt reaches slot 4 only through its states
+    changed[1].tokens[7:] = 7
+    changed[1].aux[5:] = 9.0
+    before, after = fast(drafter, target, rows[1:2])[0], fast(drafter, target, changed[1:2])[0]
+    assert torch.equal(before, after)
+    assert not torch.equal(fast(drafter, target, rows[:1])[0], fast(drafter, target, changed[:1])[0])
+
+
+def test_slots_of_a_turn_start_at_the_last_prompt_token_and_end_before_its_last_target():
+    """Public report: SafeAILab/EAGLE issue 317; slot 2 and 3 of [10, 11, 12 | 20, 21, 22] are trained, slots 0, 1, 4, 5 are not."""
+    slots, remaining = trained_slots([(3, 6)])
+    assert slots.tolist() == [2, 3]
+    assert remaining.tolist() == [2, 1]
+    row = reference.ReferenceRow(torch.tensor([10, 11, 12, 20, 21, 22]), torch.empty(0), torch.empty(0), [(3, 6)])
+    assert [slot for slot in range(6) if row.trained(slot, 0)] == [2, 3]
+    assert [slot for slot in range(6) if row.trained(slot, 1)] == [2]
+
+
+@pytest.mark.parametrize(("spans", "slots"), [([(3, 4)], []), ([(3, 5)], [2]), ([(0, 3)], [0]), ([(2, 5), (5, 8)], [1, 2, 4, 5])])
+def test_slots_need_two_tokens_of_one_span(spans, slots):
+    assert trained_slots(spans)[0].tolist() == slots
+
+
+def test_decoding_a_chain_gives_the_states_of_training(drafter, target, rows):
+    """At every slot of a turn: prefill, draft three more from its own states, then forget the drafts."""
+    embedding = target.model.embed_tokens.weight.detach()
+    row = rows[0]
+    wanted = reference.states(plain(drafter), embedding, row, STEPS)
+    cache = DraftCache()
+    with torch.no_grad():
+        fused = drafter.fuse(row.aux)
+        for slot in range(len(row.tokens) - 2):
+            if not row.trained(slot, 0):
+                continue
+            known = torch.arange(cache.length, slot + 1)
+            hidden = drafter.decode(embedding[row.tokens[known + 1]], fused[known], known, cache)[-1:]
+            for step in range(STEPS):
+                if not row.trained(slot, step):
+                    break
+                if step:
+                    token = row.tokens[slot + 1 + step : slot + 2 + step]
+                    hidden = drafter.decode(embedding[token], hidden, torch.tensor([slot + step]), cache)
+                torch.testing.assert_close(hidden[0], wanted[step][slot], rtol=1e-4, atol=1e-5)
+            cache.crop(slot + 1)

@@ -1,0 +1,231 @@
+"""Stage `train` on a tiny target: what it publishes, what it refuses, and that a killed run goes on bit for bit."""
+
+import csv
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.lib.eagle3.export import load_drafter
+from scripts.lib.ground.errors import StageError
+from scripts.lib.ground.files import write_json
+from scripts.lib.ground.manifest import read_manifest
+from scripts.lib.ground.stage import Job, run
+from scripts.lib.states.format import write_shard
+from scripts.lib.states.reader import read_shard
+from scripts.lib.training.build import train
+from scripts.lib.training.schedule import PlannedStep
+from scripts.lib.training.trainer import Trainer
+from tests.train_case import job, make_case, publish
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("case")
+    make_case(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(case: Path) -> Path:
+    """The folder of an uninterrupted run."""
+    torch.set_num_threads(1)
+    run(job(case, case / "once" / "eagle3"), train)
+    return case / "once" / "eagle3"
+
+
+def copy_of(case: Path, to: Path) -> Path:
+    for name in ("hidden", "vocab", "target"):
+        shutil.copytree(case / name, to / name)
+    return to
+
+
+def test_publishes_the_folder_that_engines_load(trained):
+    assert sorted(path.name for path in trained.iterdir()) == [
+        "config.json",
+        "cost.json",
+        "curves.csv",
+        "manifest.json",
+        "model.safetensors",
+        "training.json",
+    ]
+    drafter = load_drafter(trained, torch.float32, "cpu")
+    assert drafter.config.boundaries == (2, 4, 5)
+
+
+def test_curve_has_a_row_a_step_and_evaluations_every_few_steps(trained):
+    rows = list(csv.DictReader((trained / "curves.csv").open()))
+    figures = json.loads((trained / "training.json").read_text())
+    assert [int(row["step"]) for row in rows] == list(range(1, figures["steps"] + 1))
+    evaluated = [int(row["step"]) for row in rows if row["eval_loss"]]
+    assert evaluated == [step for step in range(1, len(rows) + 1) if step % 4 == 0 or step == len(rows)]
+    assert float(rows[-1]["eval_loss"]) == figures["final"]["loss"]
+    assert sum(int(row["trained_tokens"]) for row in rows) == 2 * figures["trained_tokens_per_epoch"]
+    assert {row["epoch"] for row in rows} == {"1", "2"}
+
+
+def test_loss_falls_below_the_start_when_trained_longer(case, tmp_path):
+    run(job(case, tmp_path / "out", epochs=16, learning_rate=0.01, warm_start=False), train)
+    losses = [float(row["loss_0"]) for row in csv.DictReader((tmp_path / "out" / "curves.csv").open())]
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+
+
+def test_manifest_counts_rows_and_describes_the_weights(trained):
+    manifest = read_manifest(trained / "manifest.json", "train")
+    assert (manifest.counts.rows_in, manifest.counts.rows_out) == (20, 20)
+    assert manifest.shards[0].name == "model.safetensors"
+    assert manifest.facts["boundaries"] == [2, 4, 5]
+
+
+def test_warm_start_takes_head_norm_and_last_layer(case, tmp_path):
+    run(job(case, tmp_path / "out", epochs=1, learning_rate=1e-9), train)
+    drafter, target = load_drafter(tmp_path / "out", torch.float32, "cpu"), load_file(case / "target" / "model.safetensors")
+    wanted = {
+        "lm_head.weight": target["model.embed_tokens.weight"][drafter.target_ids],
+        "norm.weight": target["model.norm.weight"],
+        "midlayer.mlp.up_proj.weight": target["model.layers.7.mlp.up_proj.weight"],
+    }
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(drafter.get_parameter(name).data, tensor.float(), rtol=0, atol=1e-6)
+    free = drafter.get_parameter("midlayer.self_attn.k_proj.weight").data[16:, 64:]  # the first group looks at its own token
+    torch.testing.assert_close(free, target["model.layers.7.self_attn.k_proj.weight"][16:].float(), rtol=0, atol=1e-6)
+
+
+def test_untrained_random_drafter_accepts_next_to_nothing(case, tmp_path):
+    run(job(case, tmp_path / "out", epochs=1, learning_rate=1e-9, warm_start=False), train)
+    final = json.loads((tmp_path / "out" / "training.json").read_text())["final"]
+    assert 1.0 <= final["accept_length_all"] < 1.15
+
+
+def killed_at(case_job: Job, step: int) -> None:
+    """Run `case_job` and send this process SIGKILL in the middle of `step`."""
+    torch.set_num_threads(1)
+    original = Trainer.step
+    done: list[PlannedStep] = []
+
+    def dying(self, planned):
+        if len(done) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(planned)
+        return original(self, planned)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", dying)
+        run(case_job, train)
+
+
+def test_killed_run_goes_on_from_its_checkpoint_bit_for_bit(case, trained, monkeypatch):
+    again = job(case, case / "killed" / "eagle3")
+    steps = json.loads((trained / "training.json").read_text())["steps"]
+    step = random.randrange(3, steps)
+    child = multiprocessing.get_context("fork").Process(target=killed_at, args=(again, step))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert not again.output.exists()
+    seen, original = [], Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda self, planned: (seen.append(planned), original(self, planned))[1])
+    run(again, train)
+    assert len(seen) == steps - step // 2 * 2, "checkpoints come every two steps"
+    for name in ("curves.csv", "model.safetensors", "training.json", "config.json"):
+        assert (again.output / name).read_bytes() == (trained / name).read_bytes(), f"{name} after a kill at step {step}"
+    assert json.loads((again.output / "cost.json").read_text())["resumed"]
+
+
+def test_other_seed_gives_another_order(case, trained, tmp_path):
+    other = job(case, tmp_path / "out")
+    run(Job(other.stage, other.output, other.inputs, {**other.settings, "seed": 8}, other.runtime, other.work), train)
+    assert (tmp_path / "out" / "curves.csv").read_bytes() != (trained / "curves.csv").read_bytes()
+
+
+def rewrite_shards(case: Path, change) -> None:
+    """Apply `change` to the tensors of both shards and write a manifest that fits them."""
+    folder = case / "hidden"
+    facts = read_manifest(folder / "manifest.json", "hidden").facts
+    paths = sorted(folder.glob("*.safetensors"))
+    for path in paths:
+        content = read_shard(path)
+        tensors = load_file(path)
+        change(tensors)
+        write_shard(path, type(content)(**tensors, ids=content.ids))
+    publish(folder, "hidden", paths, facts)
+
+
+def test_rows_without_a_trained_position_are_an_error(case, tmp_path):
+    root = copy_of(case, tmp_path)
+    rewrite_shards(root, lambda tensors: tensors["loss_spans"][:, 1].copy_(tensors["loss_spans"][:, 0] + 1))
+    with pytest.raises(StageError, match="none of 16 train rows has a trained position"):
+        run(job(root, tmp_path / "out"), train)
+
+
+def test_loss_that_is_not_finite_names_the_rows(case, tmp_path, monkeypatch):
+    root = copy_of(case, tmp_path)
+    monkeypatch.setattr("scripts.lib.training.rows.check_finite", lambda path, shard: None)
+    rewrite_shards(root, lambda tensors: tensors["aux"].fill_(float("nan")))
+    with pytest.raises(StageError, match=r"loss nan .* on rows \['train\d+'.*not finite"):
+        run(job(root, tmp_path / "out", warm_start=False), train)
+
+
+def test_states_that_are_not_finite_are_refused_before_training(case, tmp_path):
+    """Public report: vllm-project/speculators pull 615."""
+    root = copy_of(case, tmp_path)
+    rewrite_shards(root, lambda tensors: tensors["aux"][3, 1].fill_(float("inf")))
+    with pytest.raises(StageError, match="rows of aux are not finite"):
+        run(job(root, tmp_path / "out"), train)
+
+
+def test_altered_shard_is_refused(case, tmp_path):
+    root = copy_of(case, tmp_path)
+    path = root / "hidden" / "train-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(StageError, match=r"train-00000\.safetensors: sha256"):
+        run(job(root, tmp_path / "out"), train)
+
+
+def test_missing_teacher_names_the_token(case, tmp_path):
+    root = copy_of(case, tmp_path)
+
+    def drop(tensors):
+        for name in ("final", "final_index", "argmax"):
+            tensors[name] = tensors[name][:-1].clone()
+
+    rewrite_shards(root, drop)
+    with pytest.raises(StageError, match=r"has no final state for token \d+ of the shard"):
+        run(job(root, tmp_path / "out"), train)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "message"),
+    [
+        ("hidden_size", 32, "states have hidden size 32, the target 64"),
+        ("num_layers", 12, "states have number of layers 12, the target 8"),
+        ("final", "pre-norm", "states have final state pre-norm, the target post-norm"),
+        ("boundaries", [2, 4, 8], "needs three ascending boundary ids from 1 to 7"),
+    ],
+)
+def test_states_of_another_target_are_refused(case, tmp_path, fact, value, message):
+    root = copy_of(case, tmp_path)
+    manifest = json.loads((root / "hidden" / "manifest.json").read_text())
+    manifest["facts"][fact] = value
+    write_json(root / "hidden" / "manifest.json", manifest)
+    with pytest.raises(StageError, match=message):
+        run(job(root, tmp_path / "out"), train)
+
+
+def test_vocabulary_of_another_target_is_refused(case, tmp_path):
+    root = copy_of(case, tmp_path)
+    path = root / "vocab" / "draft_vocab.safetensors"
+    tensors = load_file(path)
+    save_file({"d2t": tensors["d2t"], "t2d": torch.cat([tensors["t2d"], torch.zeros(8, dtype=torch.bool)])}, path)
+    publish(root / "vocab", "vocab", [path], {})
+    with pytest.raises(StageError, match="draft vocabulary is for 280 target tokens, the target has 272"):
+        run(job(root, tmp_path / "out"), train)

@@ -3,6 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Modules are compiled when they are first imported; without that cache every job would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint plan clean
 
 demo: .venv/aerie
@@ -21,7 +24,7 @@ lint: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/snakemake --lint
 
-# Byte-compiling everything would take longer than compiling what is used.
+# --no-compile: only what is imported gets compiled, which is quicker than all of it.
 .venv/aerie: envs/aerie.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --requirement envs/aerie.lock

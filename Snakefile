@@ -7,7 +7,10 @@ min_version("9.27.1")
 
 
 # The jobs run the interpreter and the code that Snakemake itself runs from; a prefix is not part of a rule's code.
-shell.prefix("set -euo pipefail; " f"export PATH='{Path(sys.executable).parent}':\"$PATH\" PYTHONPATH='{workflow.basedir}'; ")
+shell.prefix(
+    "set -euo pipefail; "
+    f"export PATH='{Path(sys.executable).parent}':$PATH PYTHONPATH='{workflow.basedir}'${{PYTHONPATH:+:$PYTHONPATH}}; "
+)
 
 
 configfile: "config.yaml"

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -7,10 +8,8 @@ min_version("9.27.1")
 
 
 # The jobs run the interpreter and the code that Snakemake itself runs from; a prefix is not part of a rule's code.
-shell.prefix(
-    "set -euo pipefail; "
-    f"export PATH='{Path(sys.executable).parent}':$PATH PYTHONPATH='{workflow.basedir}'${{PYTHONPATH:+:$PYTHONPATH}}; "
-)
+MODULES = os.pathsep.join(filter(None, [str(workflow.basedir), os.environ.get("PYTHONPATH")]))
+shell.prefix(f"set -euo pipefail; export PATH='{Path(sys.executable).parent}':$PATH PYTHONPATH='{MODULES}'; ")
 
 
 configfile: "config.yaml"

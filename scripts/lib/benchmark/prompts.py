@@ -7,9 +7,8 @@ from typing import Any
 
 import polars as pl
 
-from scripts.lib.chat.messages import from_rows
+from scripts.lib.chat.messages import answerable, from_rows
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.generation.conversation import answerable
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import checked_shard, read_manifest
 

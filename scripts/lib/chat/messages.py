@@ -1,6 +1,6 @@
 """A conversation as typed messages, and as the rows that Parquet holds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -33,3 +33,14 @@ def to_rows(messages: Iterable[Message]) -> list[dict[str, str | None]]:
 def from_rows(rows: Sequence[Mapping[str, str | None]]) -> tuple[Message, ...]:
     """The messages of one cell of a `messages` column."""
     return tuple(Message(str(row["role"]), row.get("content"), row.get("reasoning_content"), row.get("tool_calls")) for row in rows)
+
+
+def answerable(messages: Sequence[Message]) -> Iterator[int]:
+    """Every place after the first user message where an assistant turn stands or is due."""
+    asked = False
+    for index, message in enumerate(messages):
+        asked = asked or message.role == "user"
+        if asked and message.role == "assistant":
+            yield index
+    if asked and messages[-1].role != "assistant":
+        yield len(messages)

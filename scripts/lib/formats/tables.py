@@ -1,12 +1,12 @@
 """Prepared and rejected rows as Parquet."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
+from scripts.lib.chat.rows import write_table
 from scripts.lib.ground.manifest import Shard
 
 ROWS_PER_SHARD = 65536
@@ -40,10 +40,3 @@ def write_rows(folder: Path, rows: Iterable[Mapping[str, Any]]) -> list[Shard]:
 def write_rejected(folder: Path, rejected: Sequence[tuple[int, str, str]]) -> None:
     """Write rejected.parquet, sorted by source row. Rows that were only not sampled are counted, not listed."""
     write_table(folder / "rejected.parquet", pl.DataFrame(sorted(rejected), schema=REJECTED, orient="row"))
-
-
-def write_table(path: Path, table: pl.DataFrame) -> None:
-    """Write `table` whole or not at all."""
-    temporary = path.with_name(f".{path.name}.part")
-    table.write_parquet(temporary)
-    os.replace(temporary, path)

@@ -1,10 +1,10 @@
 """Which turns of a prepared row the target writes, and the history that each of them sees."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.lib.chat.messages import Message, from_rows
+from scripts.lib.chat.messages import Message, answerable, from_rows
 
 
 @dataclass
@@ -48,17 +48,6 @@ def places(messages: Sequence[Message], turns: str) -> tuple[int, ...]:
     if turns == "all":
         return every
     return tuple(place for place in every[:-1] if messages[place].pending) + every[-1:]
-
-
-def answerable(messages: Sequence[Message]) -> Iterator[int]:
-    """Every place after the first user message where an assistant turn stands or is due."""
-    asked = False
-    for index, message in enumerate(messages):
-        asked = asked or message.role == "user"
-        if asked and message.role == "assistant":
-            yield index
-    if asked and messages[-1].role != "assistant":
-        yield len(messages)
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:

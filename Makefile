@@ -5,6 +5,7 @@ BIN := .venv/bin
 
 # Modules are compiled when they are first imported; without that cache every job would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: demo test lint plan clean
 

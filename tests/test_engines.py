@@ -14,7 +14,7 @@ from scripts.lib.engines.decoder import tapped
 from scripts.lib.engines.opening import EngineSettings, open_engine
 from scripts.lib.engines.protocol import Request, StateRequest
 from scripts.lib.engines.sampling import Sampler
-from scripts.lib.engines.transformers_engine import TransformersEngine, forward_states, load_target
+from scripts.lib.engines.transformers_engine import SHARED_TOKENS, TransformersEngine, forward_states, load_target
 from scripts.lib.ground.errors import StageError
 from tests.tiny import save_tiny_target
 
@@ -115,6 +115,20 @@ def test_states_are_the_hidden_states_of_transformers_in_any_batch(model: PreTra
         assert state.argmax.tolist() == output.logits[0, list(row.final_index)].argmax(-1).tolist()
         (alone,) = engine.states([row], boundaries)
         assert relative(state.aux, alone.aux) < 1e-5 and relative(state.final, alone.final) < 1e-5
+
+
+def test_states_after_a_shared_beginning_are_those_of_the_rows_alone(model: PreTrainedModel) -> None:
+    rows = [StateRequest(ids, (5, len(ids) - 2)) for ids in prompts([2, 9, 30], prefix=tuple(range(3, 3 + SHARED_TOKENS)))]
+    engine = TransformersEngine(model, NO_EOS)
+    passes = []
+    handle = model.model.register_forward_pre_hook(lambda *arguments: passes.append(arguments[-1]["input_ids"].shape), with_kwargs=True)
+    together = engine.states(rows, [1, 4, 7])
+    handle.remove()
+    assert passes == [(1, SHARED_TOKENS), (3, 30)]
+    for row, state in zip(rows, together, strict=True):
+        (alone,) = engine.states([row], [1, 4, 7])
+        assert relative(state.aux, alone.aux) < 1e-5 and relative(state.final, alone.final) < 1e-5
+        assert state.argmax.tolist() == alone.argmax.tolist()
 
 
 def relative(states: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -117,12 +117,22 @@ def test_fewer_states_than_tokens_are_refused() -> None:
 
 
 def test_batches_hold_like_lengths_and_states_return_in_row_order() -> None:
-    lengths = [7, 3, 9, 3, 4, 20]
-    assert list(batches(lengths, 10)) == [[1, 3], [4], [0], [2], [5]]
+    distinct = [[number] * length for number, length in enumerate([7, 3, 9, 3, 4, 20])]
+    assert list(batches(distinct, 10)) == [[1, 3], [4], [0], [2], [5]]
     engine = FakeEngine()
     states = capture(engine, rows(), [1, 2, 3], 8)
     assert engine.calls == [[2, 4], [6]]
     assert [float(state.aux[0, 0, 0]) for state in states] == [6, 2, 10]
+
+
+def test_rows_with_a_common_beginning_share_batches_and_no_batch_is_over_its_tokens() -> None:
+    lead = list(range(100, 116))
+    rows = [[*lead, *range(length)] if number % 2 else list(range(number, number + length)) for number, length in enumerate(range(4, 40))]
+    cut = list(batches(rows, 120))
+    assert sorted(index for batch in cut for index in batch) == list(range(36))
+    assert all(len(batch) * max(len(rows[index]) for index in batch) <= 120 for batch in cut)
+    mixed = [batch for batch in cut if len({index % 2 for index in batch}) > 1]
+    assert len(mixed) <= 1  # where the two kinds meet
 
 
 def test_nan_infinity_and_zero_states_are_defects() -> None:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from scripts.lib.engines.decoder import final_states, tapped
-from scripts.lib.engines.decoding import answer
+from scripts.lib.engines.decoding import answer, shared
 from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRequest
 from scripts.lib.engines.sampling import Sampler
 from scripts.lib.ground.errors import StageError
 
 LOGIT_ROWS = 512  # rows of one lm_head product: bounds the logits to 512 × V
+SHARED_TOKENS = 8  # a shorter common beginning is not worth a forward pass of its own
 
 
 def load_target(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -65,19 +66,35 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
-        """One forward pass over `rows`, padded on the right, where causal attention keeps padding out of every real token."""
-        longest = max(len(row.input_ids) for row in rows)
-        ids = torch.zeros(len(rows), longest, dtype=torch.long)
-        for index, row in enumerate(rows):
-            ids[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
-        with tapped(self.model, boundaries) as taps:
-            final = final_states(self.model, ids.to(self.model.device), cache=None)
+        """One forward pass over `rows`, padded on the right, where causal attention keeps padding out of every real token.
+
+        What all rows begin with is computed once.
+        """
+        prefix = shared([row.input_ids for row in rows])
+        final, aux = self._padded([row.input_ids for row in rows], prefix if prefix >= SHARED_TOKENS else 0, boundaries)
         wanted = torch.cat([final[index, list(row.final_index)] for index, row in enumerate(rows)])
         argmax = torch.cat([self.model.lm_head(part).argmax(-1) for part in wanted.split(LOGIT_ROWS)])
         sizes = [len(row.final_index) for row in rows]
-        aux = torch.stack([taps[boundary] for boundary in boundaries], dim=2)
         parts = zip(rows, aux, wanted.split(sizes), argmax.split(sizes), strict=True)
         return [RowStates(states[: len(row.input_ids)], teacher, best) for row, states, teacher, best in parts]
+
+    def _padded(self, rows: Sequence[Sequence[int]], prefix: int, boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`final` [B, T, H] and `aux` [B, T, 3, H] of `rows`, whose first `prefix` tokens are the same."""
+        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row)
+        ids, cache = ids.to(self.model.device), DynamicCache() if prefix else None
+        parts = []
+        if cache is not None:
+            with tapped(self.model, boundaries) as taps:
+                head = final_states(self.model, ids[:1, :prefix], cache)
+            cache.batch_repeat_interleave(len(rows))
+            parts.append([states.expand(len(rows), -1, -1) for states in (head, *(taps[boundary] for boundary in boundaries))])
+        with tapped(self.model, boundaries) as taps:
+            rest = final_states(self.model, ids[:, prefix:], cache)
+        parts.append([rest, *(taps[boundary] for boundary in boundaries)])
+        final, *aux = [torch.cat(streams, dim=1) for streams in zip(*parts, strict=True)]
+        return final, torch.stack(aux, dim=2)
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 Shapes: T tokens of a row, F positions of it with a teacher, H hidden size.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,26 +12,36 @@ from scripts.lib.engines.protocol import RowStates, StateRequest, TargetEngine
 from scripts.lib.ground.errors import StageError
 from scripts.lib.states.rows import TokenRow
 
+LEAD_TOKENS = 16  # rows with so many first tokens in common are put together: most begin with the same system text
+LEAD_ROWS = 8  # fewer rows of one beginning go with the rest, where batches are fuller
 NOISE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}  # of the largest logit: below it two logits are a near tie
 
 
 def capture(engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batch_tokens: int) -> list[RowStates]:
     """States of `rows`, in their order, as a shard holds them. Raises StageError when the engine gives other than one state a token."""
     states: dict[int, RowStates] = {}
-    for batch in batches([len(row.input_ids) for row in rows], batch_tokens):
+    for batch in batches([row.input_ids for row in rows], batch_tokens):
         requests = [StateRequest(rows[index].input_ids, rows[index].final_index) for index in batch]
         for index, state in zip(batch, engine.states(requests, boundaries), strict=True):
             states[index] = stored(rows[index], state)
     return [states[index] for index in range(len(rows))]
 
 
-def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Indexes of rows of like `lengths`: at most `batch_tokens` padded tokens in a batch, or one longer row."""
+def batches(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
+    """Indexes of `rows` of tokens: at most `batch_tokens` padded tokens in a batch, or one longer row.
+
+    Neighbours are of like length, and of like beginning where many rows share one: an engine computes that once a batch.
+    """
+    leads = [tuple(row[:LEAD_TOKENS]) for row in rows]
+    common = {lead for lead, count in Counter(leads).items() if count >= LEAD_ROWS}
+    order = sorted(range(len(rows)), key=lambda index: (leads[index] if leads[index] in common else (), len(rows[index]), index))
     batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if batch and lengths[index] * (len(batch) + 1) > batch_tokens:
+    longest = 0
+    for index in order:
+        longest = max(longest, len(rows[index]))
+        if batch and longest * (len(batch) + 1) > batch_tokens:
             yield batch
-            batch = []
+            batch, longest = [], len(rows[index])
         batch.append(index)
     yield batch
 

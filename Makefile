@@ -5,9 +5,11 @@ BIN := .venv/bin
 
 # Modules are compiled when they are first imported; without that cache every job would compile them again.
 unexport PYTHONDONTWRITEBYTECODE
+# The two environments of `make test` are installed side by side.
+MAKEFLAGS += --jobs=2
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: demo test lint plan clean
+.PHONY: demo test lint plan fixtures sglang sglang-cpu clean
 
 demo: .venv/aerie
 	$(BIN)/snakemake
@@ -15,8 +17,17 @@ demo: .venv/aerie
 plan: .venv/aerie
 	$(BIN)/snakemake --dry-run --quiet rules host
 
-test: .venv/dev lint
-	$(BIN)/python -m pytest
+# 1.1 million raw rows in the shapes of the ten datasets of configs/kimi-k2.5.yaml, for configs/kimi-k2.5-fixtures.yaml.
+fixtures: .venv/aerie
+	$(BIN)/python -m scripts.fixtures --rows 1100000 --folder fixtures
+
+# SGLang in an environment of its own, so that neither it nor the workflow pins the other: 0.5.17 for a GPU, 0.5.23 for a CPU.
+sglang: .venv-sglang/ready
+
+sglang-cpu: .venv-sglang-cpu/ready
+
+test: .venv/dev .venv-sglang-cpu/ready lint
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -35,5 +46,11 @@ lint: .venv/dev
 	$(BIN)/python -m pip install --quiet --no-compile --requirement envs/dev.lock
 	touch $@
 
+# --no-deps: these lists are complete, and SGLang's own would bring the CUDA set to a CPU.
+.venv-%/ready: envs/%.lock
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-compile --no-deps --requirement $<
+	touch $@
+
 clean:
-	rm -rf .venv results .snakemake
+	rm -rf .venv .venv-sglang .venv-sglang-cpu results .snakemake

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from scripts.lib.chat.messages import Message
-from scripts.lib.formats.conversation import Conversation, read_conversation
+from scripts.lib.chat.signature import normalise
+from scripts.lib.formats.conversation import Conversation, normalised, read_conversation
 from scripts.lib.formats.record import RejectedError
 from scripts.lib.formats.settings import DatasetSettings
 from scripts.lib.formats.tools import canonical_calls
@@ -205,6 +206,14 @@ def test_copies_of_a_prompt_share_their_key() -> None:
     longer = [read({"turns": ["Hello", last]}, "turns", {"messages": "turns"}) for last in ("a", "b")]
     assert longer[0].prompt_hash == longer[1].prompt_hash
     assert longer[0].duplicate_key != longer[1].duplicate_key
+
+
+@pytest.mark.parametrize(
+    "text", ["", " a\t B\r\n c\x1c\x1fD  ", "Zürich\u00a0 \u2003Ｗ ß", "x" * 9 + " " * 9 + "Y\x0b\x0cz", "\x85 a", "`{[\\]}~"]
+)
+def test_one_normal_form(text: str) -> None:
+    """The fast path for ASCII text and the general one agree."""
+    assert normalised(text) == normalise(text)
 
 
 def test_dialogue_of_two_people() -> None:

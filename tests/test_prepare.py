@@ -8,7 +8,10 @@ from typing import Any
 import polars as pl
 import pytest
 
+from scripts.lib.chat.messages import Message
+from scripts.lib.chat.signature import opening, signatures
 from scripts.lib.formats.preparing import prepare
+from scripts.lib.formats.scanning import hash_order
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
 from scripts.lib.ground.stage import Job, run
@@ -61,19 +64,19 @@ def test_every_record_is_accounted_for(tmp_path: Path, target: Path) -> None:
     ]
     out = prepared(tmp_path, target, records, format="sharegpt", max_prompt_tokens=100)
     manifest = read_manifest(out / "manifest.json", "prepare")
-    assert manifest.counts == Counts(6, 1, {"control_token": 1, "duplicate": 1, "empty": 1, "too_long": 1, "unknown_role:laguna_s": 1})
+    assert manifest.counts == Counts(6, 2, {"duplicate": 1, "empty": 1, "too_long": 1, "unknown_role:laguna_s": 1})
     assert manifest.facts["leading_messages_dropped"] == 1
-    assert manifest.facts["rejection_share"] == round(5 / 6, 4)
+    assert manifest.facts["rejection_share"] == round(4 / 6, 4)
     rejected = pl.read_parquet(out / "rejected.parquet").to_dicts()
     assert [(row["source_row"], row["reason"]) for row in rejected] == [
         (1, "empty"),
         (2, "unknown_role:laguna_s"),
-        (3, "control_token"),
         (4, "duplicate"),
         (5, "too_long"),
     ]
-    assert rejected[2]["value"] == "<|im_end|>"
-    (row,) = rows(out)
+    assert rejected[1]["value"] == "2"
+    row, control = rows(out)
+    assert control["messages"][0]["content"] == "say <|im_end|> now"  # text that spells a control token is text
     assert (row["id"], row["group"], row["source_row"], row["kind"], row["partition"], row["tools"]) == (
         "a",
         "a",
@@ -85,7 +88,8 @@ def test_every_record_is_accounted_for(tmp_path: Path, target: Path) -> None:
     assert [message["content"] for message in row["messages"]] == ["One", "1"]
     # <|im_start|>system\nYou help.<|im_end|>\n, then user and the generation prompt: 19 + 11 + 11 one-byte tokens
     assert row["prompt_tokens"] == 41
-    assert manifest.shards[0].tokens == 41
+    assert row["signature"] == signatures([opening([Message("user", "One")])])[0]
+    assert manifest.shards[0].tokens == 41 + control["prompt_tokens"]
 
 
 def test_ids_are_the_sources_own_only_where_unique(tmp_path: Path, target: Path) -> None:
@@ -116,6 +120,73 @@ def test_sampling_follows_a_seeded_hash_of_the_id(tmp_path: Path, target: Path) 
     assert len(pl.read_parquet(first / "rejected.parquet")) == counts.rejected["too_long"]
 
 
+def test_rows_added_later_move_none_out(tmp_path: Path, target: Path) -> None:
+    """More records, copies among them, change a sample only by those that take a place in it; the first N are never the sample."""
+    records = [{"p": f"Question {number}"} for number in range(80)]
+    more = [*records, *({"p": f"question  {number}"} for number in range(80)), *({"p": f"Extra {number}"} for number in range(10))]
+    first, second = (prepared(tmp_path / place, target, data, **PROMPT, samples=30) for place, data in (("1", records), ("2", more)))
+    before, after = ({row["messages"][0]["content"]: row["id"] for row in rows(out)} for out in (first, second))
+    assert set(before.values()) != {row["id"] for row in rows(prepared(tmp_path / "3", target, records[:30], **PROMPT))}
+    assert {prompt for prompt in after if not prompt.startswith("Extra")} <= set(before)
+    assert 20 <= len(set(after) & set(before)) < 30
+    assert read_manifest(second / "manifest.json", "prepare").counts.rejected == {"duplicate": 80, "not_sampled": 60}
+
+
+def test_a_sample_is_that_of_looking_at_all_rows(tmp_path: Path, target: Path) -> None:
+    """Half of the records are too long: reading on until enough pass gives the rows that tokenising all of them gives."""
+    records = [{"p": f"Question {number}" + "!" * (number % 2 * 90)} for number in range(100)]
+    dataset: dict[str, Any] = {**PROMPT, "max_prompt_tokens": 100}
+    every = sorted(rows(prepared(tmp_path / "1", target, records, **dataset)), key=lambda row: hash_order(7, row["id"]))
+    some = rows(prepared(tmp_path / "2", target, records, **dataset, samples=40))
+    assert {row["id"] for row in some} == {row["id"] for row in every[:40]}
+
+
+def test_ids_that_several_prompts_bear_are_replaced_in_every_place(tmp_path: Path, target: Path) -> None:
+    """Rows of a Parquet file are found again by number; one run of a task has the task's id, several have hashes."""
+    records = [{"i": f"task-{number // 2}", "p": f"Run {number}", "other": "x" * 50} for number in range(9)]
+    (tmp_path / "raw").mkdir()
+    pl.DataFrame(records).write_parquet(tmp_path / "raw/a.parquet", row_group_size=4)
+    Manifest("fetch", {}, {}, Counts(1, 1), [Shard.of(tmp_path / "raw/a.parquet", 9)], {"licence": "MIT"}).write(tmp_path / "raw")
+    settings = {"dataset": {"format": "columns", "columns": {"prompt": "p", "id": "i", "group": "i"}}, "name": "demo", "seed": 7}
+    inputs = {"raw": [tmp_path / "raw/manifest.json"], "target": [target]}
+    job = Job("prepare", tmp_path / "out", inputs, settings, work=tmp_path / "work")
+    run(job, prepare)
+    found = {row["messages"][0]["content"]: row for row in rows(job.output)}
+    assert found["Run 8"]["id"] == "task-4"
+    assert not any(found[f"Run {number}"]["id"].startswith("task") for number in range(8))
+    assert [found[f"Run {number}"]["group"] for number in range(4)] == ["task-0", "task-0", "task-1", "task-1"]
+
+
+def test_one_run_of_each_task(tmp_path: Path, target: Path) -> None:
+    """`one_per_group` takes the first row of each group; the others are counted by a reason of their own and against no limit."""
+    records: list[dict[str, Any]] = [{"t": f"task-{number % 3}", "p": f"Run {number}"} for number in range(9)]
+    records += [{"t": None, "p": "Alone"}, {"t": "", "p": "Alone too"}]
+    dataset: dict[str, Any] = {"format": "columns", "columns": {"prompt": "p", "group": "t"}, "max_rejected": 0.0}
+    out = prepared(tmp_path, target, records, **dataset, one_per_group=True)
+    assert {row["messages"][0]["content"] for row in rows(out)} == {"Run 0", "Run 1", "Run 2", "Alone", "Alone too"}
+    assert read_manifest(out / "manifest.json", "prepare").counts == Counts(11, 5, {"same_group": 6})
+
+
+@pytest.mark.parametrize("form", ["messages", "detect"])
+def test_columns_with_the_names_of_template_options_are_data(tmp_path: Path, target: Path, form: str) -> None:
+    """Only what the mapping names reaches a row: a column called chat_template changes no prompt."""
+    record = {"messages": [{"role": "user", "content": "Hi", "chat_template": "x"}], "chat_template": "y", "add_generation_prompt": False}
+    plain = {"messages": [{"role": "user", "content": "Hi"}]}
+    columns: dict[str, Any] = {} if form == "detect" else {"columns": {"messages": "messages"}}
+    first, second = (prepared(tmp_path / place, target, [data], format=form, **columns) for place, data in (("1", record), ("2", plain)))
+    assert rows(first) == rows(second)
+
+
+def test_detected_columns_are_recorded(tmp_path: Path, target: Path) -> None:
+    """`detect` writes what it found into the manifest, and stops with the columns when it knows none of them."""
+    out = prepared(tmp_path / "1", target, [{"instruction": "Write.", "thought": "t", "response": "r"}], format="detect")
+    facts = read_manifest(out / "manifest.json", "prepare").facts
+    assert (facts["format"], facts["columns"]) == ("columns", {"prompt": "instruction", "response": "response", "reasoning": "thought"})
+    assert rows(out)[0]["messages"][1]["reasoning_content"] == "t"
+    with pytest.raises(StageError, match="no known columns: bar, foo"):
+        prepared(tmp_path / "2", target, [{"foo": "x", "bar": 1}], format="detect")
+
+
 def test_equal_work_gives_equal_bytes(tmp_path: Path, target: Path) -> None:
     """Two runs agree to the byte."""
     records: list[dict[str, Any]] = [{"p": f"Question {number}"} for number in range(30)]
@@ -136,12 +207,18 @@ def test_rejections_of_a_sample_stand_for_the_rest(tmp_path: Path, target: Path)
 def test_no_row_left_is_an_error_that_shows_the_mapping(tmp_path: Path, target: Path) -> None:
     """Nothing kept of something never passes in silence (NVIDIA/Model-Optimizer#2172)."""
     with pytest.raises(
-        StageError, match=r"0 of 1 rows wanted from 2 records; columns seen: bar, foo; rejected: missing_column:p 2; .*\{prompt: p\}"
+        StageError, match=r"0 of 1 rows wanted from 2 records; columns seen: bar 2, foo 2; rejected: missing_column:p 2; .*\{prompt: p\}"
     ):
         prepared(tmp_path / "1", target, [{"bar": 1, "foo": "x"}] * 2, **PROMPT)
     odd = [{"conversations": [{"from": "laguna_s", "value": str(number)}]} for number in range(3)]
-    with pytest.raises(StageError, match=r"unknown_role:laguna_s 3; expected: format sharegpt, .*human: user"):
+    with pytest.raises(
+        StageError,
+        match=r"labels seen: laguna_s 3; rejected: unknown_role:laguna_s 3; expected: format sharegpt, .*human: user.*"
+        r"accept them: \{datasets: \{demo: \{roles: \{laguna_s: assistant\}\}\}\}",
+    ):
         prepared(tmp_path / "2", target, odd, format="sharegpt")
+    with pytest.raises(StageError, match=r"accept them: \{datasets: \{demo: \{format: columns, columns: \{prompt: question\}\}\}\}"):
+        prepared(tmp_path / "5", target, [{"question": "Why?"}], **PROMPT)
     with pytest.raises(StageError, match=r"2 of 3 rows wanted from 2 records.*set `samples` to 2 or less"):
         prepared(tmp_path / "3", target, [{"p": "a"}, {"p": "b"}], **PROMPT, samples=3)
     with pytest.raises(StageError, match=r"0 of 1 rows wanted from 0 records; columns seen: none"):

@@ -10,7 +10,7 @@ import pytest
 from scripts.lib.ground.errors import StageError
 from scripts.lib.sources import json_stream
 from scripts.lib.sources.json_stream import Cut
-from scripts.lib.sources.records import read_records
+from scripts.lib.sources.records import chosen_records, column_names, read_records
 
 RECORDS = [{"id": f"r{n}", "text": 'Zürich, "quoted" {[ \\ ' + "x" * n} for n in range(50)]
 
@@ -111,6 +111,29 @@ def test_broken_files_are_errors_with_the_place(tmp_path: Path, name: str, data:
     with pytest.raises(StageError, match=words) as error:
         read(path)
     assert name in str(error.value)
+
+
+def test_chosen_rows_and_columns(tmp_path: Path) -> None:
+    """Rows by number from any kind of file; a Parquet file is read only where they lie, and only the columns asked for."""
+    rows = [{"id": str(number), "x": number, "y": "z"} for number in range(10)]
+    pl.DataFrame(rows).write_parquet(tmp_path / "t.parquet", row_group_size=3)
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("t.parquet", "t.jsonl"):
+        found = list(chosen_records(tmp_path / name, [1, 7, 8], lambda _: None, {"id", "absent"}))
+        assert [(number, record["id"]) for number, record in found] == [(1, "1"), (7, "7"), (8, "8")]
+        assert list(chosen_records(tmp_path / name, [], lambda _: None)) == []
+    assert set(found[0][1]) == {"id", "x", "y"}
+    parquet = list(chosen_records(tmp_path / "t.parquet", [9], lambda _: None, {"id"}))
+    assert parquet == [(9, {"id": "9"})]
+    assert len(list(read_records(tmp_path / "t.parquet", lambda _: None, {"absent"}))) == 10
+    assert column_names(tmp_path / "t.parquet") == ["id", "x", "y"] and column_names(tmp_path / "t.jsonl") is None
+
+
+def test_lines_that_turn_into_something_else(tmp_path: Path) -> None:
+    """Lines are read one by one for as long as each is a record; then values are read wherever they end."""
+    path = tmp_path / "mixed.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\n{"a":\n {"b": 3}}\n{"a": 4} {"a": 5}\n')
+    assert [record["a"] for record in read(path)] == [1, 2, {"b": 3}, 4, 5]
 
 
 def test_tables_and_yaml(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Format `columns`: the prompt in one column and, where there is one, the old answer in another."""
+"""Format `columns`: the prompt in one column and, where there is one, the old answer in another.
+
+`context` is a column with a text that belongs to the prompt, such as the `input` beside an `instruction`.
+"""
 
 from collections.abc import Mapping
 
@@ -12,11 +15,12 @@ def convert(record: Record, columns: Mapping[str, str], roles: Mapping[str, str]
     prompt = text_of(record[columns["prompt"]])
     if prompt is None:
         raise RejectedError("empty_content", columns["prompt"])
-    messages = [Message("user", prompt)]
+    context = text_of(record.get(columns["context"])) if "context" in columns else None
+    messages = [Message("user", f"{prompt}\n\n{context}" if context else prompt)]
     if "response" in columns:
         reasoning = record.get(columns["reasoning"]) if "reasoning" in columns else None
         messages.append(answer(text_of(record.get(columns["response"])), {"reasoning": reasoning}))
     return Draft(messages)
 
 
-FORMAT = Format(convert, ("prompt",), optional=("response", "reasoning"))
+FORMAT = Format(convert, ("prompt",), optional=("context", "response", "reasoning"))

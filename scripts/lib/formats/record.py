@@ -8,7 +8,7 @@ from scripts.lib.chat.messages import Message
 
 Record = Mapping[str, Any]
 VALUE_LIMIT = 200
-COMMON_COLUMNS = ("id", "group", "system", "tools")  # every format takes these
+COMMON_COLUMNS = ("record", "id", "group", "system", "tools")  # every format takes these
 ROLE_NAMES = {"system": "system", "user": "user", "assistant": "assistant", "ai": "assistant", "tool": "tool"}
 
 

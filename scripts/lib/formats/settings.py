@@ -26,6 +26,7 @@ class DatasetSettings:
     tools: str = "keep"
     truncated: str = "refuse"
     max_rejected: float | None = None
+    one_per_group: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "DatasetSettings":

@@ -21,6 +21,7 @@ ROWS: dict[str, Any] = {
     "partition": pl.String,
     "prompt_tokens": pl.Int64,
     "prompt_hash": pl.String,
+    "signature": pl.Binary,
 }
 REJECTED: dict[str, Any] = {"source_row": pl.Int64, "reason": pl.String, "value": pl.String}
 

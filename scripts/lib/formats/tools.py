@@ -1,5 +1,6 @@
 """Tool schemas and tool calls as canonical JSON: equal calls give equal text, however the source writes them."""
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -57,24 +58,44 @@ def canonical_call(call: Any) -> dict[str, Any]:
 
 
 def arguments_of(value: Any) -> Any:
-    """The arguments of a call: an object as it is or as JSON text holds it, other text unchanged, nothing as an empty object."""
-    if isinstance(value, str):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            return value
-        return parsed if isinstance(parsed, dict) else value
-    return {} if value is None else value
+    """The arguments of a call: an object as it is or as text holds it, other text unchanged, nothing as an empty object."""
+    if not isinstance(value, str):
+        return {} if value is None else value
+    if not value.strip():
+        return {}
+    try:
+        parsed = literal(value)
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, dict) else value
 
 
 def parsed_json(value: Any, reason: str) -> Any:
-    """`value`, or what it holds when it is JSON text. Raises RejectedError with `reason` for other text."""
+    """`value`, or what it holds when it is text. Raises RejectedError with `reason` for text that is neither JSON nor a Python literal."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return literal(value) if value.strip() else None
     except ValueError as error:
         raise RejectedError(reason, value) from error
+
+
+def literal(text: str) -> Any:
+    """What `text` holds: JSON, JSON with its apostrophes escaped, or a literal in Python's notation, which quotes with either mark.
+
+    Never by changing quotes: an apostrophe inside a value would become the end of it. Raises ValueError for other text.
+    """
+    for candidate in (text, text.replace("\\'", "'")):
+        try:
+            return json.loads(candidate)
+        except ValueError:
+            continue
+    try:
+        value = ast.literal_eval(text.strip())
+        canonical(value)
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"neither JSON nor a Python literal: {text[:40]}") from error
+    return value
 
 
 def tools_as_text(tools: str) -> str:

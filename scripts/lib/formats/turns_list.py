@@ -1,13 +1,27 @@
 """Lists of {speaker, content} turns: what several formats have in common."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from scripts.lib.chat.messages import Message
+from scripts.lib.formats.reasoning import split_reasoning
 from scripts.lib.formats.record import Record, RejectedError, text_of
 from scripts.lib.formats.tools import canonical_calls
+from scripts.lib.ground.files import canonical
 
-OPEN, CLOSE = "<think>", "</think>"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn that hold what was thought before the answer
+
+
+def listed(turns: Any) -> Any:
+    """`turns`, or the list that it holds when it is the JSON text of a list of objects."""
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        try:
+            parsed = json.loads(turns)
+        except ValueError:
+            return turns
+        return parsed if isinstance(parsed, list) and all(isinstance(turn, dict) for turn in parsed) else turns
+    return turns
 
 
 def typed_messages(turns: Any, speaker: str, content: str, roles: Mapping[str, str]) -> list[Message]:
@@ -22,34 +36,31 @@ def typed_message(turn: Any, speaker: str, content: str, roles: Mapping[str, str
     """One turn as a message. An assistant turn without a usable text becomes one that the target has still to write."""
     if not isinstance(turn, dict) or speaker not in turn:
         raise RejectedError("not_a_turn", turn)
-    label = turn[speaker]
-    if label not in roles:
-        raise RejectedError(f"unknown_role:{label}", turn.get(content))
-    text = text_of(turn.get(content))
-    if roles[label] == "assistant":
+    label, said = turn[speaker], turn.get(content)
+    role = roles.get(label) if isinstance(label, str) else None
+    if role is None:
+        raise RejectedError(f"unknown_role:{label}", said)
+    if role == "tool" and isinstance(said, dict | list) and not is_parts(said):
+        return Message("tool", canonical(said))
+    text = text_of(said)
+    if role == "assistant":
         return answer(text, turn)
     if text is None:
         raise RejectedError("empty_content", turn)
-    return Message(roles[label], text)
+    return Message(role, text)
+
+
+def is_parts(value: Any) -> bool:
+    """Whether `value` is a list of content parts, which carry a type, and not what a tool gave back."""
+    return isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
 
 
 def answer(text: str | None, turn: Record) -> Message:
     """An assistant message, with the reasoning that stands before the answer in the text or in a field of its own."""
-    calls = canonical_calls(turn["tool_calls"]) if turn.get("tool_calls") else None
-    field = next((turn[name] for name in ("reasoning_content", "reasoning") if turn.get(name) is not None), None)
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    field = next((turn[name] for name in REASONING if turn.get(name) is not None), None)
     reasoning, rest = split_reasoning(text)
-    return Message("assistant", rest or None, text_of(field) if field is not None else reasoning, calls)
-
-
-def split_reasoning(text: str | None) -> tuple[str | None, str | None]:
-    """Reasoning and answer of a text that starts with a think tag; an unclosed tag leaves no answer, a lone closing one is dropped."""
-    stripped = (text or "").lstrip()
-    if stripped.startswith(OPEN):
-        reasoning, closed, rest = stripped.removeprefix(OPEN).partition(CLOSE)
-        return (reasoning.strip() or None, rest.strip()) if closed else (None, None)
-    if stripped.startswith(CLOSE):
-        return None, stripped.removeprefix(CLOSE).strip()
-    return None, text
+    return Message("assistant", rest or None, text_of(field) if field is not None else reasoning, canonical_calls(calls) if calls else None)
 
 
 def flattened(turns: Iterable[Any]) -> list[Any]:

@@ -105,10 +105,17 @@ def json_records(file: BinaryIO, path: Path, lines: bool, on_cut: Callable[[Cut]
     """
     text = JsonText(file, path)
     first = text.peek()
-    read = array_values if first == "[" else value_sequence if lines or not keyed(text) else keyed_values
+    if first == "[":
+        read = array_values(text)
+    elif lines or not keyed(text):
+        text = JsonText(file, path)
+        file.seek(0)
+        read = line_values(text)
+    else:
+        read = keyed_values(text)
     count = 0
     try:
-        for record in read(text):
+        for record in read:
             if not isinstance(record, dict):
                 raise StageError(
                     f"{path}: record {count} is {type(record).__name__}, not an object; choose files whose records are objects"
@@ -117,6 +124,23 @@ def json_records(file: BinaryIO, path: Path, lines: bool, on_cut: Callable[[Cut]
             yield record
     except CutValueError:
         on_cut(Cut(path.name, text.offset, count))
+
+
+def line_values(text: JsonText) -> Iterator[Any]:
+    """Values up to the end of the file: a line at a time, which is several times faster, for as long as each line is one value.
+
+    From the first line that is not, values are read wherever they end; `text` starts at the first byte of the file.
+    """
+    for line in text.file:
+        if not line.isspace():
+            try:
+                value = json.loads(line.decode())
+            except ValueError:
+                text.file.seek(text.consumed)
+                yield from value_sequence(text)
+                return
+            yield value
+        text.consumed += len(line)
 
 
 def array_values(text: JsonText) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """Records of raw files: JSON, JSON lines, both also gzipped, Parquet, CSV and YAML."""
 
 import gzip
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,53 @@ Records = Iterator[dict[str, Any]]
 ROWS_AT_ONCE = 1024
 
 
-def read_records(path: Path, on_cut: Callable[[Cut], None]) -> Records:
+def read_records(path: Path, on_cut: Callable[[Cut], None], columns: Collection[str] | None = None) -> Records:
     """The records of the file at `path` in its order, by its suffix.
 
     An object of objects (JSON or YAML) gives one record per key, with the key in the column `_key`.
-    `on_cut` is called when a JSON file ends inside a record. Raises StageError on a file that cannot be read.
+    Of a Parquet file only the named `columns` are read, where given. `on_cut` is called when a JSON file ends inside
+    a record. Raises StageError on a file that cannot be read.
     """
+    for _, record in chosen_records(path, None, on_cut, columns):
+        yield record
+
+
+def chosen_records(
+    path: Path, rows: Sequence[int] | None, on_cut: Callable[[Cut], None], columns: Collection[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number within the file and record for each of the ascending `rows`, or for every row; the rest as `read_records` does."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = suffixes[-1:] == [".gz"]
-    kind = (suffixes[:-1] if packed else suffixes)[-1:]
-    if kind in ([".json"], [".jsonl"], [".ndjson"]):
-        return read_json(path, packed, kind != [".json"], on_cut)
-    readers: dict[str, Callable[[Path], Records]] = {".parquet": read_parquet, ".csv": read_csv, ".yaml": read_yaml, ".yml": read_yaml}
-    if packed or not kind or kind[0] not in readers:
+    kind = ((suffixes[:-1] if packed else suffixes)[-1:] or [""])[0]
+    if kind in (".json", ".jsonl", ".ndjson"):
+        return among(read_json(path, packed, kind != ".json", on_cut), rows)
+    if kind == ".parquet" and not packed:
+        return read_parquet(path, rows, columns)
+    readers: dict[str, Callable[[Path], Records]] = {".csv": read_csv, ".yaml": read_yaml, ".yml": read_yaml}
+    if packed or kind not in readers:
         known = ".json, .jsonl, .ndjson (also .gz), .parquet, .csv, .yaml"
         raise StageError(f"{path}: no reader for this kind of file; limit `members` to files of the kinds {known}")
-    return readers[kind[0]](path)
+    return among(readers[kind](path), rows)
+
+
+def among(records: Records, rows: Sequence[int] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The numbered `records` that are among `rows`, not read further than the last of them."""
+    if rows is None:
+        yield from enumerate(records)
+        return
+    wanted, last = frozenset(rows), rows[-1] if rows else -1
+    if last < 0:
+        return
+    for number, record in enumerate(records):
+        if number in wanted:
+            yield number, record
+        if number == last:
+            return
+
+
+def column_names(path: Path) -> list[str] | None:
+    """The columns of a file that has one schema for all rows; None for others."""
+    return list(open_parquet(path).schema_arrow.names) if path.suffix.lower() == ".parquet" else None
 
 
 def read_json(path: Path, packed: bool, lines: bool, on_cut: Callable[[Cut], None]) -> Records:
@@ -44,11 +76,41 @@ def read_json(path: Path, packed: bool, lines: bool, on_cut: Callable[[Cut], Non
         raise StageError(f"{path}: damaged gzip file ({error}); fetch it again") from error
 
 
-def read_parquet(path: Path) -> Records:
-    """Rows of a Parquet file, a batch at a time."""
+def read_parquet(path: Path, rows: Sequence[int] | None, columns: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered rows of a Parquet file, a batch at a time; row groups without any of the ascending `rows` are not read."""
+    file = open_parquet(path)
+    names = [name for name in file.schema_arrow.names if columns is None or name in columns]
+    start = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(ROWS_AT_ONCE):
-            yield from batch.to_pylist()
+        for group in range(file.num_row_groups):
+            end = start + file.metadata.row_group(group).num_rows
+            if rows is None or bisect_left(rows, start) < bisect_left(rows, end):
+                # A file without any wanted column still has its rows counted, so one column is read anyway.
+                yield from batched_rows(file, group, start, rows, names or file.schema_arrow.names[:1])
+            start = end
+    except pyarrow.ArrowException as error:
+        raise StageError(f"{path}: not a readable Parquet file ({error}); fetch it again") from error
+
+
+def batched_rows(
+    file: pyarrow.parquet.ParquetFile, group: int, start: int, rows: Sequence[int] | None, names: list[str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered rows of one row group that starts at row `start`."""
+    for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=names):
+        end = start + batch.num_rows
+        numbers: Sequence[int] = range(start, end)
+        taken = batch
+        if rows is not None:
+            numbers = rows[bisect_left(rows, start) : bisect_left(rows, end)]
+            taken = batch.take(pyarrow.array([number - start for number in numbers], pyarrow.int64()))
+        yield from zip(numbers, taken.to_pylist(), strict=True)
+        start = end
+
+
+def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
+    """The Parquet file at `path`; StageError when it is none."""
+    try:
+        return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise StageError(f"{path}: not a readable Parquet file ({error}); fetch it again") from error
 

@@ -10,7 +10,7 @@ rule generate:
         prepared="results/{run}/prepared/{dataset}/manifest.json",
         target="results/{run}/target/manifest.json",
     output:
-        manifest="results/{run}/responses/{dataset}/manifest.json",
+        manifest=update("results/{run}/responses/{dataset}/manifest.json"),
     log:
         "results/{run}/logs/generate/{dataset}.log",
     benchmark:
@@ -19,11 +19,13 @@ rule generate:
         "../envs/aerie.yaml"
     threads: THREADS["generate"]
     resources:
-        gpu=GPUS,
+        gpu=0 if SERVED and ATTACHED else GPUS,
+        asks_short=asks("short"),
+        asks_long=asks("long"),
     params:
         **code("scripts/generate.py"),
         settings=generate_settings,
-        runtime=on_machine,
+        runtime=generate_runtime,
     shell:
         r"""
         python -m scripts.generate \

@@ -1,10 +1,11 @@
 """Which turns of a prepared row the target writes, and the history that each of them sees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.lib.chat.messages import Message, answerable, from_rows
+from scripts.lib.chat.template import ChatTemplate
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Conversation:
     prompt_hash: str
     tools: str | None
     partition: str
+    prompt_tokens: int
     messages: tuple[Message, ...]
     places: tuple[int, ...]
     answers: list[Message] = field(default_factory=list)
@@ -24,7 +26,8 @@ class Conversation:
     def of(cls, row: Mapping[str, Any], turns: str) -> "Conversation":
         """The conversation of a prepared `row`; `turns` is first, all or last."""
         messages = from_rows(row["messages"])
-        return cls(row["id"], row["group"], row["prompt_hash"], row["tools"], row["partition"], messages, places(messages, turns))
+        partition, tokens = row["partition"], row["prompt_tokens"]
+        return cls(row["id"], row["group"], row["prompt_hash"], row["tools"], partition, tokens, messages, places(messages, turns))
 
     @property
     def turn(self) -> int:
@@ -50,9 +53,23 @@ def places(messages: Sequence[Message], turns: str) -> tuple[int, ...]:
     return tuple(place for place in every[:-1] if messages[place].pending) + every[-1:]
 
 
+def spoken(output_ids: Sequence[int], template: ChatTemplate) -> Message:
+    """The message in the ids of an answer; its end of turn is left out."""
+    text = template.decode([token for token in output_ids if token not in template.eos_ids])
+    reasoning, content = split_reasoning(text) if template.takes_reasoning else (None, text)
+    return Message("assistant", content, reasoning)
+
+
 def split_reasoning(text: str) -> tuple[str | None, str]:
     """Reasoning and content of an answer. Without `</think>` there is no reasoning; an empty one stays an empty string."""
     thought, mark, content = text.partition("</think>")
     if not mark:
         return None, text
     return thought.removeprefix("<think>").strip("\n"), content.lstrip("\n")
+
+
+def rejected_turns(conversation: Conversation, reason: str) -> Iterator[tuple[int, str]]:
+    """Number and reason of the turns that are lost when the next turn of `conversation` fails for `reason`."""
+    yield conversation.turn, reason
+    for turn in range(conversation.turn + 1, len(conversation.places)):
+        yield turn, "history_failed"

@@ -13,27 +13,14 @@ from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.engines.opening import TargetShape, open_engine
 from scripts.lib.generation.conversation import Conversation
 from scripts.lib.generation.journal import Journal
+from scripts.lib.generation.publishing import FAILED, RESPONSES
 from scripts.lib.generation.rounds import Rounds
+from scripts.lib.generation.served import generate_served
 from scripts.lib.generation.settings import GenerateSettings
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, checked_shard, read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.stage import Job, Result
-
-Schema = dict[str, type[pl.DataType] | pl.DataType]
-RESPONSES: Schema = {
-    "id": pl.String,
-    "turn": pl.Int64,
-    "group": pl.String,
-    "prompt_hash": pl.String,
-    "prompt_ids": pl.List(pl.Int64),
-    "output_ids": pl.List(pl.Int64),
-    "finish_reason": pl.String,
-    "text": pl.String,
-    "reasoning": pl.String,
-    "attempts": pl.Int64,
-}
-FAILED: Schema = {"id": pl.String, "turn": pl.Int64, "reason": pl.String, "value": pl.String}
 
 
 def generate(job: Job, folder: Path) -> Result:
@@ -42,6 +29,8 @@ def generate(job: Job, folder: Path) -> Result:
     Raises StageError when no turn at all got an answer.
     """
     settings = GenerateSettings.of(job.settings)
+    if settings.engine == "sglang":
+        return generate_served(job, settings, folder)
     target = job.input("target").parent
     template = ChatTemplate.load(target)
     conversations = read_conversations(job.input("prepared"), settings.turns)

@@ -1,14 +1,13 @@
 """Writes the answers round by round: round t holds turn t of every conversation, in batches of a fixed composition."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate, RenderError
 from scripts.lib.engines.protocol import Completion, Request, TargetEngine
-from scripts.lib.generation.conversation import Conversation, split_reasoning
+from scripts.lib.generation.conversation import Conversation, rejected_turns, spoken
 from scripts.lib.generation.journal import Journal, Record
 from scripts.lib.generation.settings import GenerateSettings
 from scripts.lib.ground.errors import StageError
@@ -106,8 +105,7 @@ class Rounds:
         if entry["finish_reason"] == "length" and self.settings.truncated == "drop":
             self._reject(conversation, "truncated", f"{len(content)} tokens, max_tokens {turn.max_tokens}")
             return
-        text = self.template.decode(content)
-        reasoning, spoken = split_reasoning(text) if self.template.takes_reasoning else (None, text)
+        said = spoken(content, self.template)
         self.responses.append(
             {
                 "id": conversation.id,
@@ -117,12 +115,12 @@ class Rounds:
                 "prompt_ids": list(turn.prompt_ids),
                 "output_ids": list(entry["output_ids"]),
                 "finish_reason": entry["finish_reason"],
-                "text": spoken,
-                "reasoning": reasoning,
+                "text": said.content,
+                "reasoning": said.reasoning_content,
                 "attempts": entry["attempts"],
             }
         )
-        conversation.answers.append(Message("assistant", spoken, reasoning))
+        conversation.answers.append(said)
 
     def _content(self, output_ids: Sequence[int]) -> list[int]:
         """The answer without its end-of-turn token."""
@@ -132,13 +130,6 @@ class Rounds:
         """Reject the next turn of `conversation` for `reason`, and the turns after it for want of a history."""
         for turn, why in rejected_turns(conversation, reason):
             self.failed.append({"id": conversation.id, "turn": turn, "reason": why, "value": value[:200]})
-
-
-def rejected_turns(conversation: Conversation, reason: str) -> Iterator[tuple[int, str]]:
-    """Number and reason of the turns that are lost when the next turn of `conversation` fails for `reason`."""
-    yield conversation.turn, reason
-    for turn in range(conversation.turn + 1, len(conversation.places)):
-        yield turn, "history_failed"
 
 
 def record(turn: Turn, done: Completion, attempts: int) -> Record:

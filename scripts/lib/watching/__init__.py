@@ -1,0 +1,1 @@
+"""Watches long work: when it ends, and what it shows meanwhile. Nothing here decides a byte of any result."""

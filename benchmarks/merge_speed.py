@@ -15,13 +15,19 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from scripts.lib.chat.messages import Message, to_rows
 from scripts.lib.chat.rows import TOKEN_SCHEMA
+from scripts.lib.chat.signature import signatures
+from scripts.lib.formats.tables import ROWS
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job
 from scripts.lib.mixing.merge import merge
 
 DATASETS = 4
 ROWS_PER_FILE = 2048
+PROMPT_WORDS = 120
+TASK_PROMPTS = 500
+OPTIONS = {"eval_share": 0.05, "rows_per_shard": 4096, "max_tokens": False, "near_duplicates": 0.8, "shared_words": 13}
 
 
 def token_table(name: str, start: int, rows: int, tokens: int) -> pl.DataFrame:
@@ -55,20 +61,45 @@ def datasets(root: Path, rows: int, tokens: int) -> Iterator[Path]:
         yield folder / "manifest.json"
 
 
+def prepared(folder: Path, start: int, rows: int) -> Path:
+    """Publish the prepared rows behind `rows` token rows, of random words, or of the prompts of a task; the manifest's path."""
+    generator = np.random.default_rng(start + 1)
+    prompts = [" ".join(map(str, generator.integers(0, 20_000, PROMPT_WORDS))) for _ in range(rows)]
+    names = [f"{start + i:08d}" for i in range(rows)]
+    columns = {
+        "id": names,
+        "group": names,
+        "source_row": range(rows),
+        "messages": [to_rows([Message("user", prompt), Message("assistant", "so")]) for prompt in prompts],
+        "kind": ["prompts"] * rows,
+        "prompt_hash": names,
+        "signature": signatures(prompts),
+    }
+    folder.mkdir()
+    path = folder / "rows-00000.parquet"
+    pl.DataFrame(columns, schema={name: kind for name, kind in ROWS.items() if name in columns}).write_parquet(path)
+    Manifest("prepare", {"name": folder.name.removeprefix("prepared-")}, {}, Counts(rows, rows), [Shard.of(path, rows)]).write(folder)
+    return folder / "manifest.json"
+
+
 def measure(rows: int, tokens: int) -> dict[str, float]:
     """Seconds, rates and peak memory of one merge."""
     with tempfile.TemporaryDirectory() as root:
         manifests = tuple(datasets(Path(root), rows, tokens))
         folder = Path(root) / "merged"
         folder.mkdir()
-        settings = {"merge": {"eval_share": 0.05, "rows_per_shard": 4096}, "seed": 0}
-        start = time.perf_counter()
-        merge(Job("merge", folder, {"tokens": manifests}, settings), folder)
+        size = rows // DATASETS
+        asked = [prepared(Path(root) / f"prepared-d{number}", number * size, size) for number in range(DATASETS)]
+        consulted = {"prepared": asked, "tasks": [prepared(Path(root) / "task", rows, TASK_PROMPTS)]}
+        settings = {"merge": OPTIONS, "seed": 0, "weights": {}}
+        start, processor = time.perf_counter(), time.process_time()
+        merge(Job("merge", folder, {"tokens": manifests}, settings, consulted=consulted), folder)
         seconds = time.perf_counter() - start
     return {
         "rows": rows,
         "tokens_per_row": tokens,
         "seconds": round(seconds, 2),
+        "processor_seconds": round(time.process_time() - processor, 2),
         "rows_per_second": round(rows / seconds),
         "tokens_per_second": round(rows * tokens / seconds),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -1,6 +1,6 @@
 """Token rows, the shuffled mix, the draft vocabulary.
 
-Inputs: results/<run>/{responses,prepared,target}/. Outputs: results/<run>/{tokens,merged,vocab}/.
+Inputs: results/<run>/{responses,prepared,target}/, with the benchmark tasks' prepared prompts. Outputs: results/<run>/{tokens,merged,vocab}/.
 """
 
 
@@ -10,7 +10,7 @@ rule encode:
         rows=encode_rows,
         target="results/{run}/target/manifest.json",
     output:
-        manifest="results/{run}/tokens/{dataset}/manifest.json",
+        manifest=update("results/{run}/tokens/{dataset}/manifest.json"),
     log:
         "results/{run}/logs/encode/{dataset}.log",
     benchmark:
@@ -32,11 +32,13 @@ rule encode:
 
 
 rule merge:
-    """All datasets in one seeded order, with a held-out split by conversation."""
+    """All datasets in one seeded order, without copies and benchmark prompts, with a held-out split by conversation."""
     input:
         tokens=expand("results/{{run}}/tokens/{dataset}/manifest.json", dataset=DATASETS),
+        prepared=expand("results/{{run}}/prepared/{dataset}/manifest.json", dataset=DATASETS),
+        tasks=expand("results/{{run}}/prepared/{task}/manifest.json", task=TASKS),
     output:
-        manifest="results/{run}/merged/manifest.json",
+        manifest=update("results/{run}/merged/manifest.json"),
     log:
         "results/{run}/logs/merge.log",
     benchmark:
@@ -45,11 +47,13 @@ rule merge:
         "../envs/aerie.yaml"
     params:
         **code("scripts/merge.py"),
-        settings=settings("merge", "seed"),
+        settings=merge_settings,
     shell:
         r"""
         python -m scripts.merge \
             --tokens {input.tokens:q} \
+            --prepared {input.prepared:q} \
+            --tasks {input.tasks:q} \
             --output {output.manifest:q} \
             --settings {params.settings:q} \
             2>&1 | tee {log:q}
@@ -62,7 +66,7 @@ rule vocab:
         merged="results/{run}/merged/manifest.json",
         target="results/{run}/target/manifest.json",
     output:
-        manifest="results/{run}/vocab/manifest.json",
+        manifest=update("results/{run}/vocab/manifest.json"),
     log:
         "results/{run}/logs/vocab.log",
     benchmark:

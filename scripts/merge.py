@@ -4,4 +4,4 @@ from scripts.lib.ground.stage import stage_command
 from scripts.lib.mixing.merge import merge
 
 if __name__ == "__main__":
-    stage_command("merge", __doc__, merge, inputs=("tokens",))
+    stage_command("merge", __doc__, merge, inputs=("tokens",), consulted=("prepared", "tasks"))

@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 from scripts.lib.chat.messages import Message, to_rows
 from scripts.lib.chat.rows import TOKEN_SCHEMA
+from scripts.lib.chat.signature import opening, signatures
 from scripts.lib.ground.files import canonical
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job, run
 from tests.tiny import CHATML, tiny_tokenizer
 
+MESSAGE = pl.Struct(dict.fromkeys(("role", "content", "reasoning_content", "tool_calls"), pl.String()))
 # Drops the reasoning of turns before the last user message and shows an empty block when the last turn has none.
 REASONING = (
     "{%- set ns = namespace(last=0) -%}"
@@ -68,16 +70,17 @@ def talk(*turns: str | Message) -> list[Message]:
     return [turn if isinstance(turn, Message) else Message(("user", "assistant")[i % 2], turn) for i, turn in enumerate(turns)]
 
 
-def prepared(folder: Path, conversations: Mapping[str, Sequence[Message]], tools: Any = None) -> Path:
+def prepared(folder: Path, conversations: Mapping[str, Sequence[Message]], tools: Any = None, name: str = "own") -> Path:
     """Publish native rows as stage `prepare` would; the manifest's path."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {"id": id_, "group": id_, "messages": to_rows(messages), "tools": tools and canonical(tools), "prompt_hash": f"hash {id_}"}
+        | {"kind": "native", "signature": signatures([opening(messages)])[0]}
         for id_, messages in conversations.items()
     ]
-    message = pl.Struct(dict.fromkeys(("role", "content", "reasoning_content", "tool_calls"), pl.String()))
-    schema = {"id": pl.String(), "group": pl.String(), "messages": pl.List(message), "tools": pl.String(), "prompt_hash": pl.String()}
-    return publish_rows(folder, "prepare", "rows-00000.parquet", pl.DataFrame(rows, schema=schema))
+    texts = dict.fromkeys(("id", "group", "tools", "prompt_hash", "kind"), pl.String())
+    schema = texts | {"messages": pl.List(MESSAGE), "signature": pl.Binary()}
+    return publish_rows(folder, "prepare", "rows-00000.parquet", pl.DataFrame(rows, schema=schema), {"name": name})
 
 
 def responses(folder: Path, turns: Sequence[tuple[str, int, list[int], list[int]]], name: str = "responses-00000.parquet") -> Path:
@@ -96,8 +99,12 @@ def tokens(folder: Path, rows: Sequence[Mapping[str, Any]], name: str) -> Path:
     """Publish token rows of data set `name` as stage `encode` would; the manifest's path.
 
     A row needs `id` and `input_ids`; all but the first token are trained and the row is a group of its own unless it says otherwise.
+    The prepared rows behind it are published too, see `asked`.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    asked(prepared_behind(folder / "manifest.json").parent, rows, name)
+    own = ("asked", "kind")
+    rows = [{key: value for key, value in row.items() if key not in own} for row in rows]
     full = [
         {
             "dataset": name,
@@ -109,6 +116,28 @@ def tokens(folder: Path, rows: Sequence[Mapping[str, Any]], name: str) -> Path:
         for row in rows
     ]
     return publish_rows(folder, "encode", "tokens-00000.parquet", pl.DataFrame(full, schema=TOKEN_SCHEMA), {"name": name})
+
+
+def prepared_behind(manifest: Path) -> Path:
+    """The manifest of the prepared rows that `tokens` published with the token rows of `manifest`."""
+    return manifest.parent.with_name(f"{manifest.parent.name} prepared") / manifest.name
+
+
+def asked(folder: Path, rows: Sequence[Mapping[str, Any]], name: str) -> Path:
+    """Publish what stage `prepare` would of source `name`: the user turns in `asked`, answered in between; the manifest's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    full = []
+    for row in rows:
+        turns = row.get("asked", [f"{name} {row['id']}"])
+        messages = talk(*[text for turn in turns for text in (turn, "so")])
+        signature = signatures([turns[0]])[0]
+        first = {"id": row["id"], "group": row.get("group", row["id"]), "kind": row.get("kind", "prompts"), "signature": signature}
+        full.append(first | {"prompt_hash": row.get("prompt_hash", f"{name} {row['id']}"), "messages": to_rows(messages)})
+    schema = {name: pl.String() for name in ("id", "group", "kind", "prompt_hash")} | {
+        "signature": pl.Binary(),
+        "messages": pl.List(MESSAGE),
+    }
+    return publish_rows(folder, "prepare", "rows-00000.parquet", pl.DataFrame(full, schema=schema), {"name": name})
 
 
 def publish_rows(folder: Path, stage: str, name: str, frame: pl.DataFrame, settings: Mapping[str, Any] | None = None) -> Path:
@@ -131,9 +160,11 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "manifest.json").read_text())
 
 
-def run_stage(build, root: Path, stage: str, inputs: Mapping[str, Any], settings: Mapping[str, Any], *, output: str = "out") -> Path:
+def run_stage(
+    build, root: Path, stage: str, inputs: Mapping[str, Any], settings: Mapping[str, Any], *, output: str = "out", **consulted: Any
+) -> Path:
     """Run `build` through the frame; the published folder."""
     paths = {name: tuple(value) if isinstance(value, list | tuple) else (value,) for name, value in inputs.items()}
-    job = Job(stage=stage, output=root / output, inputs=paths, settings=settings, work=root / "work")
+    job = Job(stage=stage, output=root / output, inputs=paths, settings=settings, work=root / "work", consulted=consulted)
     run(job, build)
     return root / output

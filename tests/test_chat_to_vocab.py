@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.chat_parts import prepared, published, responses, save_target, talk
+from tests.chat_parts import asked, prepared, published, responses, save_target, talk
 
 CHAIN = """
 import sys
@@ -17,8 +17,8 @@ from scripts.lib.vocabulary.vocab import vocab
 root = Path(sys.argv[1])
 target = root.parent / "target/manifest.json"
 
-def stage(name, build, output, settings, **inputs):
-    run(Job(name, root / output, inputs, settings, work=root / "work"), build)
+def stage(name, build, output, settings, consulted={}, **inputs):
+    run(Job(name, root / output, inputs, settings, work=root / "work", consulted=consulted), build)
     return root / output / "manifest.json"
 
 def encoded(name, kind):
@@ -26,7 +26,10 @@ def encoded(name, kind):
     return stage("encode", encode, name, settings, rows=(root.parent / kind / "manifest.json",), target=(target,))
 
 tokens = (encoded("own", "native"), encoded("served", "prompts"))
-merged = stage("merge", merge, "merged", {"merge": {"eval_share": 0.3, "rows_per_shard": 3}, "seed": 7}, tokens=tokens)
+options = {"eval_share": 0.3, "rows_per_shard": 3, "max_tokens": 60, "near_duplicates": 0.8, "shared_words": 13}
+asked = [root.parent / name / "manifest.json" for name in ("native", "asked")]
+consulted = {"prepared": asked, "tasks": [root.parent / "task/manifest.json"]}
+merged = stage("merge", merge, "merged", {"merge": options, "seed": 7, "weights": {"own": 0.9}}, consulted, tokens=tokens)
 stage("vocab", vocab, "vocab", {"vocab": {"size": 40}}, merged=(merged,), target=(target,))
 """
 
@@ -35,6 +38,8 @@ def test_all_bytes_are_equal_under_another_hash_seed(tmp_path):
     save_target(tmp_path / "target")
     prepared(tmp_path / "native", {f"n{i}": talk("a" * (i + 1), "yes" * i, "b", "no") for i in range(12)})
     responses(tmp_path / "prompts", [(f"r{i}", 0, [1, 20, 30 + i], [40, 41 + i, 2]) for i in range(12)])
+    asked(tmp_path / "asked", [{"id": f"r{i}"} for i in range(12)], "served")
+    asked(tmp_path / "task", [{"id": "t", "asked": ["aaa"]}], "task")
     runs = []
     for seed in ("1", "2"):
         root = tmp_path / "same"

@@ -1,11 +1,12 @@
 """Stage `encode`: which tokens of a row are trained."""
 
+import numpy as np
 import polars as pl
 import pytest
 
 from scripts.lib.chat.encode import encode
 from scripts.lib.chat.messages import Message
-from scripts.lib.chat.rows import Source, Turn, token_rows
+from scripts.lib.chat.rows import Source, Turn, join, token_rows
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.ground.errors import StageError
 from tests.chat_parts import (
@@ -20,6 +21,7 @@ from tests.chat_parts import (
     talk,
     word_tokenizer,
 )
+from tests.template_styles import LLAMA3, STYLES
 from tests.tiny import CHATML
 
 NO_GENERATION_BLOCK = "{% for m in messages %}{{ ('<|u|> ' if m.role == 'user' else '<|a|> ') + m.content + ' <|e|> ' }}{% endfor %}"
@@ -34,6 +36,10 @@ def run(root, rows, target, kind="native", *, max_length=1000, output="out"):
 def encoded(root, conversations, template=CHATML, **options):
     folder = run(root, prepared(root / "prepared", conversations), save_target(root / "target", template), **options)
     return pl.read_parquet(folder / "tokens-*.parquet").to_dicts(), ChatTemplate.load(root / "target")
+
+
+def turn(number, prompt, output):
+    return Turn(number, np.array(prompt), np.array(output))
 
 
 def trained_texts(row, template):
@@ -97,18 +103,18 @@ def test_the_empty_reasoning_block_of_a_turn_without_thinking_is_prompt(tmp_path
 @pytest.mark.parametrize(("max_length", "spans"), [(8, [(6, 8)]), (10, [(6, 10)]), (7, None), (5, None)])
 def test_a_row_is_cut_and_keeps_what_is_left_of_its_span(max_length, spans):
     """https://github.com/huggingface/transformers/issues/34494: a cut span was dropped, or the row kept with no loss."""
-    rows, lost = token_rows(SOURCE, [Turn(0, list(range(6)), [6, 7, 8, 9])], max_length)
+    rows, lost = token_rows(SOURCE, join([turn(0, range(6), [6, 7, 8, 9])]), max_length)
     if spans is None:
         assert (rows, [turn.reason for turn in lost]) == ([], ["no_trained_position"])
     else:
         assert [(span.start, span.end) for span in rows[0].spans] == spans
-        assert rows[0].input_ids == list(range(max_length))
+        assert rows[0].input_ids.tolist() == list(range(max_length))
         assert rows[0].cut == (max_length < 10)
 
 
 def test_a_turn_past_the_longest_length_is_lost_and_the_row_ends_with_the_turn_before():
-    rows, lost = token_rows(SOURCE, [Turn(0, [1, 2], [3, 4]), Turn(1, [1, 2, 3, 4, 5, 6, 7], [8, 9])], 8)
-    assert (rows[0].input_ids, rows[0].cut) == ([1, 2, 3, 4], True)
+    rows, lost = token_rows(SOURCE, join([turn(0, [1, 2], [3, 4]), turn(1, range(1, 8), [8, 9])]), 8)
+    assert (rows[0].input_ids.tolist(), rows[0].cut) == ([1, 2, 3, 4], True)
     assert [(turn.turn, turn.reason) for turn in lost] == [(1, "no_trained_position")]
 
 
@@ -163,15 +169,38 @@ def test_what_is_lost_is_counted_with_its_reason(tmp_path):
     assert rejected.sort("id")["id"].to_list() == ["long", "silent", "tools"]
 
 
-def test_turns_past_the_longest_length_are_lost_one_by_one_without_being_rendered(tmp_path, monkeypatch):
+def test_turns_past_the_longest_length_are_lost_one_by_one(tmp_path):
+    (row,), template = encoded(tmp_path, {"x": talk("a", "yes", "b" * 100, "no", "c", "so", "d", "on")}, max_length=100)
+    assert trained_texts(row, template) == ["yes<|im_end|>"]
+    assert manifest_of(tmp_path / "out")["counts"] == {"rows_in": 4, "rows_out": 1, "rejected": {"no_trained_position": 3}}
+
+
+def test_a_conversation_is_rendered_once_however_many_its_turns(tmp_path, monkeypatch):
     rendered, render = [], ChatTemplate.render
     monkeypatch.setattr(
         ChatTemplate, "render", lambda self, messages, *a, **k: rendered.append(len(messages)) or render(self, messages, *a, **k)
     )
-    (row,), template = encoded(tmp_path, {"x": talk("a", "yes", "b" * 100, "no", "c", "so", "d", "on")}, max_length=100)
-    assert trained_texts(row, template) == ["yes<|im_end|>"]
-    assert manifest_of(tmp_path / "out")["counts"] == {"rows_in": 4, "rows_out": 1, "rejected": {"no_trained_position": 3}}
-    assert max(rendered) == 4
+    (row,), _ = encoded(tmp_path, {"x": talk(*"abcdefghijkl")})
+    assert len(row["loss_spans"]) == 6
+    assert rendered.count(12) == 1
+    assert max(sorted(rendered)[:-1]) <= 4  # the probes
+
+
+def test_a_line_break_at_the_start_of_an_answer_is_the_answers_own(tmp_path):
+    """Tokenised in one go, it would melt into the line break of the header, and the turn be lost."""
+    style = STYLES["chatml"]
+    target = save_target(tmp_path / "t", style.template, style.tokenizer)
+    (tmp_path / "t/config.json").write_text('{"model_type": "llama"}')
+    folder = run(tmp_path, prepared(tmp_path / "p", {"x": talk("a", "\nyes")}), target)
+    (row,) = pl.read_parquet(folder / "tokens-00000.parquet").to_dicts()
+    assert trained_texts(row, ChatTemplate.load(target)) == ["\nyes<|im_end|>"]
+
+
+def test_a_template_that_no_tokenizer_of_the_target_knows_trains_the_answers_all_the_same(tmp_path):
+    """A Llama template over a ChatML tokenizer: its markers are plain text, and turns are found by prefixes."""
+    template = LLAMA3.replace("{{- bos_token -}}", "")
+    (row,), chat = encoded(tmp_path, {"x": talk("a", "yes", "b", "no")}, template)
+    assert [text.removesuffix("<|eot_id|>") for text in trained_texts(row, chat)] == ["yes", "no"]
 
 
 def test_a_prompt_that_its_conversation_does_not_begin_with_is_rejected(tmp_path):

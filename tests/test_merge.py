@@ -9,14 +9,16 @@ import polars as pl
 import pytest
 
 from scripts.lib.ground.errors import StageError
+from scripts.lib.ground.stage import Job
+from scripts.lib.ground.stage import run as run_job
 from scripts.lib.mixing.index import digests
 from scripts.lib.mixing.merge import merge
 from scripts.lib.mixing.split import tied_keys
-from tests.chat_parts import manifest_of, published, run_stage, tokens
+from tests.chat_parts import asked, manifest_of, prepared_behind, published, tokens
 
 KILLED = """
 import os, signal, sys
-from pathlib import Path
+from pathlib import PosixPath
 from scripts.lib.ground.stage import Job, run
 from scripts.lib.mixing import {module} as module
 from scripts.lib.mixing.merge import merge
@@ -32,9 +34,7 @@ def dying(*arguments, **options):
     return real(*arguments, **options)
 
 module.{function} = dying
-root = Path(sys.argv[1])
-settings = {{"merge": {{"eval_share": 0.2, "rows_per_shard": 4}}, "seed": 0}}
-run(Job("merge", root / "out", {{"tokens": tuple(map(Path, sys.argv[2:]))}}, settings, work=root / "work"), merge)
+run({job}, merge)
 """
 
 
@@ -46,10 +46,16 @@ def sources(root, **counts):
     return [tokens(root / name, rows(name, count), name) for name, count in counts.items()]
 
 
-def run(root, manifests, share=0.2, per_shard=4, seed=0):
-    return run_stage(
-        merge, root, "merge", {"tokens": manifests}, {"merge": {"eval_share": share, "rows_per_shard": per_shard}, "seed": seed}
-    )
+def merge_job(root, manifests, tasks=(), *, share=0.2, per_shard=4, seed=0, weights=None, **options):
+    merge_options = {"eval_share": share, "rows_per_shard": per_shard, "max_tokens": False, "near_duplicates": 0.8, "shared_words": 13}
+    settings = {"merge": merge_options | options, "seed": seed, "weights": weights or {}}
+    consulted = {"prepared": [prepared_behind(path) for path in manifests], "tasks": tasks}
+    return Job("merge", root / "out", {"tokens": manifests}, settings, work=root / "work", consulted=consulted)
+
+
+def run(root, manifests, tasks=(), **options):
+    run_job(merge_job(root, manifests, tasks, **options), merge)
+    return root / "out"
 
 
 def ids(folder, split="*"):
@@ -89,21 +95,128 @@ def test_rows_keep_their_content_and_shards_their_size(tmp_path):
         assert (row["group"], row["loss_spans"]) == (row["id"], [{"start": 1, "end": 4}])
 
 
-def test_equal_rows_are_kept_once_under_the_first_data_set(tmp_path):
-    twins = [
-        tokens(tmp_path / name, [*rows(name, 9), {"id": "twin", "input_ids": [1, 2, 3], "prompt_hash": "same"}], name) for name in "BA"
-    ]
-    folder = run(tmp_path, twins)
-    assert pl.read_parquet(folder / "[te]*-*.parquet").filter(id="twin")["dataset"].to_list() == ["A"]
+def reasons(folder):
+    return {
+        f"{row['dataset']}/{row['id']}": (row["reason"], row["value"]) for row in pl.read_parquet(folder / "rejected.parquet").to_dicts()
+    }
+
+
+@pytest.mark.parametrize("names", ["AB", "BA"])
+def test_of_equal_rows_the_native_one_is_kept_once(tmp_path, names):
+    """Which one does not depend on the names or the order of the data sets."""
+    twin = {"id": "twin", "input_ids": [1, 2, 3], "prompt_hash": "same"}
+    kinds = dict(zip(names, ("native", "prompts"), strict=True))
+    data = [tokens(tmp_path / n, [*rows(n, 9), twin | {"kind": kinds[n]}], n) for n in names]
+    folder = run(tmp_path, data)
+    assert pl.read_parquet(folder / "[te]*-*.parquet").filter(id="twin")["dataset"].to_list() == [names[0]]
     assert manifest_of(folder)["counts"]["rejected"] == {"duplicate": 1}
-    rejected = {"dataset": "B", "id": "twin", "reason": "duplicate", "value": "A/twin"}
-    assert pl.read_parquet(folder / "rejected.parquet").to_dicts() == [rejected]
+    assert reasons(folder) == {f"{names[1]}/twin": ("duplicate", f"{names[0]}/twin")}
 
 
-def test_of_equal_rows_in_one_data_set_the_first_by_id_is_kept(tmp_path):
+def test_of_equal_rows_of_one_kind_the_seed_decides(tmp_path):
     twins = [{"id": name, "input_ids": [1, 2, 3], "prompt_hash": "same"} for name in "zy"]
-    folder = run(tmp_path, [tokens(tmp_path / "A", [*twins, *rows("A", 9)], "A")])
-    assert pl.read_parquet(folder / "rejected.parquet")[["id", "value"]].rows() == [("z", "A/y")]
+    manifest = tokens(tmp_path / "A", [*twins, *rows("A", 9)], "A")
+    folders = [run(tmp_path / str(seed), [manifest], seed=seed) for seed in range(6)]
+    assert {tuple(reasons(folder)) for folder in folders} == {("A/y",), ("A/z",)}
+
+
+LONG = "write a python function that takes a list of numbers and returns the median of them without sorting the list in place"
+
+
+def test_equal_and_nearly_equal_prompts_of_two_data_sets_are_kept_once(tmp_path):
+    """Within a data set they stay: stage `prepare` has decided about those, and forms of words are no copies."""
+    near = LONG.replace("numbers", "numbers, please,")
+    first = [
+        {"id": "n", "input_ids": [1, 2, 9], "kind": "native", "asked": [LONG]},
+        {"id": "m", "input_ids": [1, 3, 9], "kind": "native", "asked": [near]},
+    ]
+    second = [
+        {"id": "same", "input_ids": [2, 2, 9], "asked": [f"{LONG.upper()}  "]},
+        {"id": "near", "input_ids": [2, 3, 9], "asked": [LONG + " now"]},
+    ]
+    other = [{"id": "other", "input_ids": [2, 4, 9], "asked": [" ".join(reversed(LONG.split()))]}]
+    manifests = [tokens(tmp_path / "Z", [*rows("Z", 9), *first], "Z"), tokens(tmp_path / "A", [*rows("A", 9), *second, *other], "A")]
+    folder = run(tmp_path, manifests)
+    assert {name: reason for name, (reason, _) in reasons(folder).items()} == {"A/same": "duplicate", "A/near": "near_duplicate"}
+    assert reasons(folder)["A/same"][1] == "Z/n"
+    assert manifest_of(folder)["counts"] == {"rows_in": 23, "rows_out": 21, "rejected": {"duplicate": 1, "near_duplicate": 1}}
+    off = run(tmp_path / "off", manifests, near_duplicates=False)
+    assert set(reasons(off)) == {"A/same"}
+
+
+def test_conversations_that_begin_alike_and_go_on_differently_are_no_duplicates(tmp_path):
+    data = [tokens(tmp_path / n, [*rows(n, 9), {"id": "x", "input_ids": [ord(n), 2], "asked": [LONG, f"and {n}?"]}], n) for n in "AB"]
+    assert reasons(run(tmp_path, data)) == {}
+
+
+def test_all_turns_of_a_duplicate_conversation_are_left_out(tmp_path):
+    twin = [{"id": "x", "input_ids": [1, 2], "asked": [LONG]}, {"id": "x#1", "input_ids": [1, 3], "asked": [LONG], "group": "x"}]
+    first = tokens(tmp_path / "A", [*rows("A", 9), {"id": "x", "input_ids": [5, 6], "asked": [LONG], "kind": "native"}], "A")
+    second = tokens(tmp_path / "B", [*rows("B", 9), *twin], "B")
+    asked(prepared_behind(second).parent, [*rows("B", 9), twin[0]], "B")  # one prepared row gave both token rows
+    assert reasons(run(tmp_path, [first, second])) == dict.fromkeys(["B/x", "B/x#1"], ("duplicate", "A/x"))
+
+
+def test_a_token_row_without_prepared_row_is_refused(tmp_path):
+    manifest = tokens(tmp_path / "A", rows("A", 9), "A")
+    asked(prepared_behind(manifest).parent, rows("A", 8), "A")
+    with pytest.raises(StageError, match="data set A: token row A8 has no prepared row"):
+        run(tmp_path, [manifest])
+
+
+def test_what_repeats_a_benchmark_prompt_is_left_out_and_the_task_named(tmp_path):
+    """The same prompt, nearly the same, or thirteen words in a row in any turn; the words of a task's form do not count."""
+    form = "please answer the following question step by step and give only the final number at the very end"
+    task = [{"id": "t0", "asked": [LONG], "prompt_hash": "known"}] + [
+        {"id": f"t{i}", "asked": [f"{form} {chr(96 + i) * 3} is how many of the blue ones that were sold at market on the {i} of may"]}
+        for i in range(1, 6)
+    ]
+    data = [
+        {"id": "equal", "input_ids": [1, 1], "prompt_hash": "known"},
+        {"id": "near", "input_ids": [1, 2], "asked": [LONG.replace("place", "memory")]},
+        {
+            "id": "holds",
+            "input_ids": [1, 3],
+            "asked": ["hi", f"here is my homework:\n{' '.join(LONG.title().split()[2:16])}, and more " + "of it " * 40],
+        },
+        {"id": "twelve", "input_ids": [1, 4], "asked": [" ".join(LONG.split()[2:14]) + " " + "and so on " * 20]},
+        {"id": "form", "input_ids": [1, 5], "asked": [f"{form} how old is the moon"]},
+    ]
+    folder = run(tmp_path, [tokens(tmp_path / "A", [*rows("A", 9), *data], "A")], [asked(tmp_path / "task", task, "maths")])
+    found = reasons(folder)
+    assert {name: reason for name, (reason, _) in found.items()} == dict.fromkeys(["A/equal", "A/near", "A/holds"], "contaminated:maths")
+    assert [found[f"A/{name}"][1].split(":")[0] for name in ("equal", "near", "holds")] == ["maths/t0"] * 3
+    assert found["A/near"][1].startswith("maths/t0: similarity 0.")
+    assert found["A/holds"][1] == "maths/t0: a run of 13 words"
+    assert "| maths | A | 3 |" in (folder / "mix.md").read_text()
+    assert manifest_of(folder)["facts"]["contaminated"] == {"maths": {"A": 3}}
+    off = run(tmp_path / "off", [tmp_path / "A/manifest.json"], [tmp_path / "task/manifest.json"], shared_words=False)
+    assert reasons(off) == {}
+
+
+def test_a_task_that_nothing_repeats_changes_no_byte_of_the_manifest(tmp_path):
+    manifests = sources(tmp_path, A=20)
+    before = run(tmp_path / "1", manifests)
+    after = run(tmp_path / "2", manifests, [asked(tmp_path / "task", [{"id": "t", "asked": [LONG]}], "task")])
+    assert published(before) == published(after)
+    assert merge_job(tmp_path, manifests).fingerprint() != merge_job(tmp_path, manifests, [tmp_path / "task/manifest.json"]).fingerprint()
+
+
+def test_a_weight_takes_that_share_of_the_groups_and_a_larger_one_only_adds(tmp_path):
+    data = [row | {"group": f"g{i // 2}"} for i, row in enumerate(rows("A", 200))]
+    manifests = [tokens(tmp_path / "A", data, "A"), *sources(tmp_path, B=20)]
+    half, most = (run(tmp_path / str(weight), manifests, weights={"A": weight}) for weight in (0.5, 0.8))
+    taken = [{name for name in ids(folder) if name.startswith("A")} for folder in (half, most)]
+    assert 70 < len(taken[0]) < 130
+    assert taken[0] < taken[1]
+    assert {int(name[1:]) // 2 * 2 in {int(other[1:]) for other in taken[0]} for name in taken[0]} == {True}
+    assert manifest_of(half)["counts"]["rejected"] == {"weight": 200 - len(taken[0])}
+
+
+def test_rows_over_the_longest_length_are_left_out_whole(tmp_path):
+    data = [*rows("A", 9), {"id": "long", "input_ids": list(range(20))}]
+    folder = run(tmp_path, [tokens(tmp_path / "A", data, "A")], max_tokens=19)
+    assert reasons(folder) == {"A/long": ("too_long", "20")}
 
 
 def test_equal_ids_cut_at_other_places_are_no_duplicates():
@@ -168,8 +281,8 @@ def test_the_mix_page_has_each_data_set_and_the_sum(tmp_path):
     folder = run(tmp_path, sources(tmp_path, A=30, B=10))
     page = (folder / "mix.md").read_text()
     held_out = len(ids(folder, "eval"))
-    assert "| A | 30 | 120 | 90 | 75.0% |" in page
-    assert f"| all | 40 | 160 | 120 | 100.0% | {held_out} |" in page
+    assert "| 120 | 90 | 75.0% |" in page
+    assert f"| all | 40 | 0 | 0 | 0 | 0 | 0 | {40 - held_out} | {held_out} | 160 | 120 | 100.0% |" in page
     facts = manifest_of(folder)["facts"]
     assert facts["eval"] == {"rows": held_out, "tokens": 4 * held_out, "trained_tokens": 3 * held_out}
     assert facts["train"]["rows"] == 40 - held_out
@@ -188,9 +301,9 @@ def test_an_altered_input_is_refused(tmp_path):
 )
 def test_kill_9_costs_no_byte(tmp_path, module, function, calls):
     manifests = sources(tmp_path, A=20, B=20, C=20)
-    code = KILLED.format(module=module, function=function, calls=calls)
-    command = [sys.executable, "-c", code, str(tmp_path / "killed"), *map(str, manifests)]
-    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": "."}, check=False, timeout=60).returncode == -signal.SIGKILL
+    code = KILLED.format(module=module, function=function, calls=calls, job=merge_job(tmp_path / "killed", manifests))
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": "."}, check=False, timeout=300).returncode == -signal.SIGKILL
     (work,) = (tmp_path / "killed" / "work" / "merge").glob("*/partial")
     assert list(work.iterdir())
     assert published(run(tmp_path / "killed", manifests)) == published(run(tmp_path / "whole", manifests))

@@ -2,17 +2,16 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from scripts.lib.chat.rows import LOST_SCHEMA, Lost, Source, TokenRow, token_frame, token_rows, write_table
+from scripts.lib.chat.rows import LOST_SCHEMA, Source, TokenRow, token_frame, token_rows, write_table
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.chat.turns import native_turns, response_turns
+from scripts.lib.chat.turns import Conversation, Native, served
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, checked_shard, read_manifest
@@ -63,13 +62,14 @@ def encode(job: Job, folder: Path) -> Result:
     settings = Settings.of(job.settings)
     template = ChatTemplate.load(job.input("target").parent)
     files = input_files(job.input("rows"), settings.kind)
+    conversations = served if settings.kind == "prompts" else Native(template).conversations
     parts = partition(files, ORIGINS[settings.kind][2])
     (folder / "partial").mkdir(exist_ok=True)
     progress = Progress(folder, len(parts), "shards")
     total, shards = Tally(), []
     for number, part in enumerate(parts):
         path = folder / f"tokens-{number:05d}.parquet"
-        tally = finished(path) or write_shard(path, read_rows(files, part, ORIGINS[settings.kind][2]), settings, template)
+        tally = finished(path) or write_shard(path, conversations(read_rows(files, part, ORIGINS[settings.kind][2])), settings)
         total.add(tally)
         shards += [Shard.of(path, tally.rows, tally.tokens)] if tally.rows else []
         progress.add(1, tally.tokens)
@@ -122,10 +122,10 @@ def partition(files: Sequence[Path], order: Sequence[str]) -> list[pl.DataFrame]
     return index.with_columns(shard=shard).partition_by("shard", maintain_order=True)
 
 
-def read_rows(files: Sequence[Path], part: pl.DataFrame, order: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+def read_rows(files: Sequence[Path], part: pl.DataFrame, order: Sequence[str]) -> pl.DataFrame:
     """The rows that `part` names, in order."""
     frames = [pl.read_parquet(files[rows["file"][0]])[rows["row"]] for rows in part.partition_by("file", maintain_order=True)]
-    return pl.concat(frames).sort(order, maintain_order=True).iter_rows(named=True)
+    return pl.concat(frames).sort(order, maintain_order=True)
 
 
 def finished(path: Path) -> Tally | None:
@@ -139,14 +139,16 @@ def record_path(path: Path) -> Path:
     return path.parent / "partial" / f"{path.name}.json"
 
 
-def write_shard(path: Path, rows: Iterable[Mapping[str, Any]], settings: Settings, template: ChatTemplate) -> Tally:
-    """Encode `rows` into the shard at `path`, then write its record. A shard without rows gets no file."""
+def write_shard(path: Path, conversations: Iterable[Conversation], settings: Settings) -> Tally:
+    """Write the token rows of `conversations` as the shard at `path`, then its record. A shard without rows gets no file."""
     kept: list[TokenRow] = []
     tally = Tally()
-    for id_, conversation in groupby(rows, key=lambda row: row["id"]):
-        turns, found, lost = encode_conversation(id_, list(conversation), settings, template)
+    for conversation in conversations:
+        source = Source(conversation.id, settings.name, conversation.group, conversation.prompt_hash)
+        found, untrained = token_rows(source, conversation.rows, settings.max_length)
+        lost = sorted([*conversation.lost, *untrained], key=lambda turn: turn.turn)
         kept += found
-        tally.turns += turns
+        tally.turns += len(lost) + sum(len(row.spans) for row in found)
         tally.lost += [turn.row() for turn in lost]
     tally.rows = len(kept)
     tally.tokens = sum(len(row.input_ids) for row in kept)
@@ -156,14 +158,3 @@ def write_shard(path: Path, rows: Iterable[Mapping[str, Any]], settings: Setting
         write_table(path, token_frame(kept))
     write_json(record_path(path), asdict(tally))
     return tally
-
-
-def encode_conversation(
-    id_: str, rows: Sequence[Mapping[str, Any]], settings: Settings, template: ChatTemplate
-) -> tuple[int, list[TokenRow], list[Lost]]:
-    """Number of turns read, the token rows and the lost turns of one conversation: its response rows, or its one prepared row."""
-    source = Source(id_, settings.name, rows[0]["group"], rows[0]["prompt_hash"])
-    turns, unrendered = (response_turns(rows), []) if settings.kind == "prompts" else native_turns(rows[0], template, settings.max_length)
-    found, untrained = token_rows(source, turns, settings.max_length)
-    lost = sorted([*unrendered, *untrained], key=lambda turn: turn.turn)
-    return len(turns) + len(unrendered), found, lost

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from scripts.lib.ground.files import write_bytes
@@ -30,11 +31,14 @@ VALUE_LENGTH = 200
 
 @dataclass(frozen=True)
 class Turn:
-    """One assistant turn: the ids that the target saw and those that it answered, its end-of-turn id included if it was there."""
+    """One assistant turn: the ids that the target saw and those that it answered, its end-of-turn id included if it was there.
+
+    `prompt_ids` int64 [P], `output_ids` int64 [O].
+    """
 
     number: int
-    prompt_ids: list[int]
-    output_ids: list[int]
+    prompt_ids: np.ndarray
+    output_ids: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,17 @@ class JoinedRow:
     """Turns of one conversation, each of whose prompts extends what came before."""
 
     turn: int
-    ids: list[int] = field(default_factory=list)
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     spans: list[Span] = field(default_factory=list)
 
     def takes(self, turn: Turn) -> bool:
         """Whether the prompt of `turn` begins with all ids so far."""
-        return turn.prompt_ids[: len(self.ids)] == self.ids
+        return np.array_equal(turn.prompt_ids[: len(self.ids)], self.ids)
 
     def add(self, turn: Turn) -> None:
         """Append what `turn` adds to the row."""
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.output_ids)
-        self.ids = turn.prompt_ids + turn.output_ids
+        self.ids = np.concatenate([turn.prompt_ids, turn.output_ids])
         self.spans.append(Span(turn.number, start, end))
 
 
@@ -95,7 +99,7 @@ class TokenRow:
 
     source: Source
     turn: int
-    input_ids: list[int]
+    input_ids: np.ndarray  # int64 [N]
     spans: Sequence[Span]
     cut: bool
 
@@ -141,9 +145,9 @@ def cut(source: Source, row: JoinedRow, max_length: int) -> tuple[TokenRow | Non
     return TokenRow(source, row.turn, row.ids[: spans[-1].end], spans, cut=len(row.ids) > max_length), lost
 
 
-def token_rows(source: Source, turns: Iterable[Turn], max_length: int) -> tuple[list[TokenRow], list[Lost]]:
+def token_rows(source: Source, rows: Iterable[JoinedRow], max_length: int) -> tuple[list[TokenRow], list[Lost]]:
     """All token rows of one conversation and the turns that are in none of them."""
-    pairs = [cut(source, row, max_length) for row in join(turns)]
+    pairs = [cut(source, row, max_length) for row in rows]
     return [row for row, _ in pairs if row is not None], [turn for _, lost in pairs for turn in lost]
 
 
@@ -154,7 +158,7 @@ def token_frame(rows: Sequence[TokenRow]) -> pl.DataFrame:
         "dataset": [row.source.dataset for row in rows],
         "group": [row.source.group for row in rows],
         "prompt_hash": [row.source.prompt_hash for row in rows],
-        "input_ids": [row.input_ids for row in rows],
+        "input_ids": pl.Series([row.input_ids for row in rows]).cast(pl.List(pl.Int64)),
         "loss_spans": [[{"start": span.start, "end": span.end} for span in row.spans] for row in rows],
     }
     return pl.DataFrame(columns, schema=TOKEN_SCHEMA)

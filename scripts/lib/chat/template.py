@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from scripts.lib.chat.control import ControlText, has_marks
 from scripts.lib.chat.messages import Message
 from scripts.lib.chat.wire import wire_message
 from scripts.lib.ground.errors import StageError
@@ -20,6 +22,8 @@ PROBE = "aerie_probe"
 PROBE_TOOLS = canonical(
     [{"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}}]
 )
+# Templates call it one or the other, and ignore what they do not know.
+NO_THINKING: dict[str, Any] = {"enable_thinking": False, "thinking": False}
 PROBE_CALLS = canonical([{"type": "function", "function": {"name": PROBE, "arguments": {"key_probe": 1}}}])
 
 
@@ -68,6 +72,11 @@ class ChatTemplate:
         return tuple(sorted(added | set(self.tokenizer.all_special_tokens)))
 
     @cached_property
+    def control(self) -> ControlText:
+        """What tells the template's control tokens from text that spells them."""
+        return ControlText(self.special_tokens)
+
+    @cached_property
     def takes_tools(self) -> bool:
         """Whether the template shows the tools to the target."""
         return PROBE in self._probe([Message("user", "x")], PROBE_TOOLS)
@@ -93,10 +102,10 @@ class ChatTemplate:
 
     @cached_property
     def switches_thinking(self) -> bool:
-        """Whether the generation prompt differs when thinking is switched off by the template variable `enable_thinking`."""
+        """Whether the generation prompt differs when thinking is switched off by a variable of the template."""
         user = [Message("user", "x")]
         on = self._probe(user, add_generation_prompt=True)
-        off = self._probe(user, add_generation_prompt=True, enable_thinking=False)
+        off = self._probe(user, add_generation_prompt=True, **NO_THINKING)
         return on != off
 
     def prompt_ids(self, messages: Sequence[Message], tools: str | None = None, **variables: Any) -> list[int]:
@@ -111,7 +120,10 @@ class ChatTemplate:
         return self.tokenize(self.render(messages, tools, add_generation_prompt=False))
 
     def render(self, messages: Sequence[Message], tools: str | None = None, **variables: Any) -> str:
-        """The conversation as text. Raises RenderError, naming what the template cannot show, instead of leaving it out."""
+        """The conversation as text for `tokenize`, where a private character stands for text that spells a control token.
+
+        Raises RenderError, naming what the template cannot show, instead of leaving it out.
+        """
         for index, message in enumerate(messages):
             if message.content is None and message.tool_calls is None:
                 raise RenderError(
@@ -125,11 +137,20 @@ class ChatTemplate:
             raise RenderError(
                 f"{self.source}: the chat template shows no tool calls; leave such conversations out or choose another target"
             )
-        return self._apply([wire_message(message, self.wants_mapping) for message in messages], tools, **variables)
+        self._refuse_private_characters(messages, tools)
+        hidden = [wire_message(self.control.hide_in(message), self.wants_mapping) for message in messages]
+        return self._apply(hidden, tools and self.control.hide(tools), **variables)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of `text` as it is: the template has already written the BOS, so none is added."""
-        return flat_ids(self.tokenizer(text, add_special_tokens=False))
+        """Ids of a rendered `text`: the template has already written the BOS, so none is added."""
+        (ids,) = self.tokenize_all([text])
+        return ids.tolist()
+
+    def tokenize_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int64 [N] per text: the ids of each as `tokenize` gives them, many at a time."""
+        marked = {place: self._tokenize_marked(text) for place, text in enumerate(texts) if has_marks(text)}
+        plain = iter(self._encode([text for place, text in enumerate(texts) if place not in marked]))
+        return [marked[place] if place in marked else next(plain) for place in range(len(texts))]
 
     def count(self, text: str) -> int:
         """Number of tokens of `text`."""
@@ -138,6 +159,29 @@ class ChatTemplate:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _tokenize_marked(self, text: str) -> np.ndarray:
+        """int64 [N]: ids of a text with private characters, whose special tokens are the template's own and all else is plain text."""
+        parts = self.control.split(text)
+        plain = iter(self._encode([self.control.show(part) for part in parts[::2]], control=False))
+        special = iter(self._encode(parts[1::2]))
+        return np.concatenate([next(special) if place % 2 else next(plain) for place in range(len(parts))])
+
+    def _encode(self, texts: Sequence[str], control: bool = True) -> list[np.ndarray]:
+        """int64 [N] per text; unless `control`, special tokens in it are plain text."""
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
+            options = {"add_special_tokens": False, "split_special_tokens": not control}
+            return [np.array(flat_ids(self.tokenizer(text, **options)), dtype=np.int64) for text in texts]
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = not control
+        backend.no_truncation()
+        backend.no_padding()
+        return [np.array(one.ids, dtype=np.int64) for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _refuse_private_characters(self, messages: Sequence[Message], tools: str | None) -> None:
+        texts = [text for message in messages for text in (message.content, message.reasoning_content, message.tool_calls)]
+        if any(text is not None and has_marks(text) for text in [*texts, tools]):
+            raise RenderError(f"{self.source}: the text holds characters of Unicode's plane 15, which stand for control tokens here")
 
     def _apply(self, messages: list[dict[str, Any]], tools: str | None, **variables: Any) -> str:
         try:

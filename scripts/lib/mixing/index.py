@@ -64,23 +64,3 @@ def digests(ids: pl.Series) -> list[str]:
     return [
         hashlib.blake2b(flat[start:end].tobytes(), digest_size=16).hexdigest() for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
-
-
-def without_duplicates(index: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """`index` with the first row by (dataset, id) of each list of token ids, and the rejected rest as id, dataset, reason, value.
-
-    Raises StageError when two rows of one data set have one id.
-    """
-    ordered = index.sort("dataset", "id", maintain_order=True)
-    twice = ordered.filter(pl.struct("dataset", "id").is_duplicated())
-    if twice.height:
-        raise StageError(
-            f"data set {twice['dataset'][0]}: id {twice['id'][0]} names several token rows; "
-            "give the source's rows unique ids (a source id must not end in #<turn>) and run again"
-        )
-    kept_as = pl.concat_str("dataset", pl.lit("/"), "id").first().over("digest")
-    marked = ordered.with_columns(kept_as=kept_as, first=pl.col("digest").is_first_distinct())
-    rejected = marked.filter(~pl.col("first")).select(
-        "dataset", "id", pl.lit("duplicate").alias("reason"), pl.col("kept_as").alias("value")
-    )
-    return marked.filter("first").drop("kept_as", "first"), rejected

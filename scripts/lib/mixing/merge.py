@@ -1,7 +1,6 @@
-"""Stage `merge`: the token rows of all data sets, shuffled, without duplicates, with a held-out split."""
+"""Stage `merge`: the token rows of all data sets, shuffled, without copies and benchmark prompts, with a held-out split."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,12 @@ from scripts.lib.ground.files import write_text
 from scripts.lib.ground.manifest import Counts, Manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.stage import Job, Result
-from scripts.lib.mixing.index import index_of, token_files, without_duplicates
-from scripts.lib.mixing.mix import mix_by_dataset, mix_page
-from scripts.lib.mixing.shards import assemble, deal, described, plan
+from scripts.lib.mixing.choice import choose
+from scripts.lib.mixing.index import index_of, token_files
+from scripts.lib.mixing.mix import contamination, mix_by_dataset, mix_page
+from scripts.lib.mixing.settings import Settings
+from scripts.lib.mixing.shards import Plan, assemble, deal, described, plan
 from scripts.lib.mixing.split import with_split
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Seed of split and shuffle, share of the conversation groups held out, rows of one output shard."""
-
-    seed: int
-    eval_share: float
-    rows_per_shard: int
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Settings":
-        """From the config slice of a job."""
-        return cls(settings["seed"], settings["merge"]["eval_share"], settings["merge"]["rows_per_shard"])
 
 
 def merge(job: Job, folder: Path) -> Result:
@@ -43,8 +30,9 @@ def merge(job: Job, folder: Path) -> Result:
     if not files:
         raise StageError(f"{job.inputs['tokens'][0]}: none of the data sets has a token row; look at their rejected.parquet")
     index = pl.concat([index_of(file) for file in files])
-    kept, rejected = without_duplicates(index)
-    mix = plan(with_split(kept, settings.seed, settings.eval_share), settings.seed, settings.rows_per_shard)
+    chosen = choose(index, job.consulted["prepared"], job.consulted["tasks"], settings)
+    taken = chosen.filter(pl.col("reason").is_null()).drop("reason", "value")
+    mix = plan(with_split(taken, settings.seed, settings.eval_share), settings.seed, settings.rows_per_shard)
     partial = folder / "partial"
     partial.mkdir(exist_ok=True)
     names = mix.names()
@@ -55,13 +43,30 @@ def merge(job: Job, folder: Path) -> Result:
     for name in names:
         assemble(name, folder, partial)
         progress.add(1, note="assembling")
+    return Result(described_mix(job, folder, chosen, mix), {"rows_per_second": round(index.height / progress.seconds, 1)})
+
+
+def described_mix(job: Job, folder: Path, chosen: pl.DataFrame, mix: Plan) -> Manifest:
+    """Write what was left out, and the page; the manifest."""
+    rejected = chosen.filter(pl.col("reason").is_not_null()).sort("dataset", "id").select("dataset", "id", "reason", "value")
     write_table(folder / "rejected.parquet", rejected)
-    table = mix_by_dataset(mix.rows)
-    write_text(folder / "mix.md", mix_page(table, settings.seed, settings.eval_share, rejected.height))
-    counts = Counts(index.height, kept.height, {"duplicate": rejected.height} if rejected.height else {})
-    facts = {**split_facts(mix.rows), "datasets": {row.pop("dataset"): row for row in table.to_dicts()}}
-    manifest = Manifest(job.stage, job.settings, job.input_digests(), counts, described(mix, folder), facts)
-    return Result(manifest, {"rows_per_second": round(index.height / progress.seconds, 1)})
+    table = mix_by_dataset(chosen, mix.rows)
+    write_text(folder / "mix.md", mix_page(table, chosen, heading(job.settings)))
+    reasons = dict(rejected.group_by("reason").len().sort("reason").iter_rows())
+    facts = {
+        **split_facts(mix.rows),
+        "datasets": {row.pop("dataset"): row for row in table.to_dicts()},
+        "contaminated": contamination(chosen),
+    }
+    counts = Counts(chosen.height, mix.rows.height, reasons)
+    return Manifest(job.stage, job.settings, job.input_digests(), counts, described(mix, folder), facts)
+
+
+def heading(settings: Mapping[str, Any]) -> list[str]:
+    """What the page says of the settings."""
+    options = ", ".join(f"{name.replace('_', ' ')} {value or 'off'}" for name, value in sorted(settings["merge"].items()))
+    weights = "".join(f", weight of {name} {weight}" for name, weight in sorted(settings["weights"].items()))
+    return [f"Seed {settings['seed']}, {options}{weights}. Rows are token rows; share is of the trained tokens."]
 
 
 def split_facts(rows: pl.DataFrame) -> dict[str, dict[str, int]]:

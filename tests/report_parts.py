@@ -67,6 +67,11 @@ def publish_cell(root: Path, content: Mapping[str, Any]) -> Path:
     return publish(root / "benchmark" / content["task"] / content["variant"], "benchmark", Counts(prompts, prompts), files=files)
 
 
+def prepared(kind: str) -> dict[str, str]:
+    """The facts of a prepared dataset that the report shows."""
+    return {"kind": kind, "partition": "short", "licence": "MIT"}
+
+
 def publish_run(root: Path, cells: Sequence[Mapping[str, Any]], curve: str = CURVE) -> Job:
     """A run of two datasets, of which `chats` is native and has lost rows in every stage; the job that reports it."""
     mixed = {
@@ -78,8 +83,8 @@ def publish_run(root: Path, cells: Sequence[Mapping[str, Any]], curve: str = CUR
         "target": [publish(root / "target", "target", Counts(2, 2))],
         "raw": [publish(root / "raw" / name, "fetch", Counts(1, 1), facts=source) for name in mixed],
         "prepared": [
-            publish(root / "prepared/chats", "prepare", Counts(1000, 100, {"not_sampled": 880, "too_long": 20})),
-            publish(root / "prepared/prompts", "prepare", Counts(60, 60)),
+            publish(root / "prepared/chats", "prepare", Counts(1000, 100, {"not_sampled": 880, "too_long": 20}), facts=prepared("native")),
+            publish(root / "prepared/prompts", "prepare", Counts(60, 60), facts=prepared("prompts")),
         ],
         "responses": [publish(root / "responses/prompts", "generate", Counts(60, 55, {"empty": 5}), cost={"resumed": True})],
         "tokens": [

@@ -96,7 +96,7 @@ def test_the_page_is_one_file_with_plots_and_escaped_text(folder):
     links = Links()
     links.feed(text)
     assert links.loads == []
-    assert (links.tags.count("svg"), links.tags.count("table")) == (3, 4)
+    assert (links.tags.count("svg"), links.tags.count("table")) == (3, 5)
     assert "<b>gsm, chain4_bf16</b>: NOT LOSSLESS | &lt;b&gt;; second" in text
     assert "<?xml" not in text
 

@@ -7,6 +7,7 @@ from typing import Any
 from scripts.lib.reporting.cells import COLUMNS, MEASURED, cell_table, lossless_summary, machines
 from scripts.lib.reporting.plan import cost_table, data_table, dataset_rows, rejected_table
 from scripts.lib.reporting.published import Run
+from scripts.lib.reporting.sampling import rows_table
 from scripts.lib.reporting.table import Table, number
 
 Cells = Sequence[Mapping[str, Any]]
@@ -84,6 +85,11 @@ def plan_parts(run: Run) -> list[tuple[str, str, Table]]:
             "Rows of each dataset after each stage. Responses are assistant turns that the target wrote; several turns may share a "
             "token row. Tokens, trained tokens (those that the target generated) and held-out rows are of the mix.",
             data_table(dataset_rows(run)),
+        ),
+        (
+            "## Taken\n",
+            "What `prepare` made of the raw rows: rejected, not sampled, or kept.",
+            rows_table({part.name: part.manifest for part in run.parts["prepared"]}),
         ),
         (
             "## Left out\n",

@@ -1,0 +1,84 @@
+"""The plan of a run before its first answer: which rows, how many tokens, how many bytes, and whether they fit."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.ground.manifest import Manifest, read_manifest
+from scripts.lib.reporting.forecast import Estimate, Forecast, Limits, forecast
+from scripts.lib.reporting.sampling import kept_by_kind, reasons_table, rows_table
+from scripts.lib.reporting.table import Table, number, size
+
+
+def plan_page(prepared: Sequence[Path], target: Path, settings: Mapping[str, Any], free: int) -> str:
+    """`plan.md` from the manifests of `prepare` and of the target; `free` is the number of bytes free where results go."""
+    manifests = {path.parent.name: read_manifest(path, "prepare") for path in sorted(prepared, key=lambda path: path.parent.name)}
+    forecasts = {path.parent.name: forecast_of(path, manifests[path.parent.name], settings) for path in prepared}
+    kept = kept_by_kind(manifests)
+    total = sum(forecasts.values(), Forecast())
+    hidden_size = read_manifest(target, "target").facts["hidden_size"]
+    parts = [
+        f"# Plan of run {settings['run']}",
+        f"{number(kept.total())} rows are kept: {number(kept['native'])} native and {number(kept['prompts'])} prompts.",
+        "## Rows",
+        "Raw rows are rejected, not sampled, or kept. Copies of a prompt in other datasets, and prompts that resemble one of a "
+        "benchmark task, are taken out later, when the datasets are merged.",
+        rows_table(manifests).markdown(),
+        "## Rejected",
+        reasons_table(manifests).markdown(),
+        "## Tokens",
+        "Answers are those that will be trained: written by the target, or there already in native rows. Expected: answers as long as "
+        "those of the source. At most: every new answer at its limit, every row within encode.max_length. Prompts alone are counted.",
+        token_table(forecasts, total).markdown(),
+        "## Hidden states",
+        f"6H bytes a token and 2H more a trained token, H = {number(hidden_size)}.",
+        state_table(total, hidden_size, free).markdown(),
+        verdict(total, hidden_size, free),
+    ]
+    return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def forecast_of(path: Path, manifest: Manifest, settings: Mapping[str, Any]) -> Forecast:
+    """The forecast of one dataset under the run's settings."""
+    generate = settings["generate"]
+    limits = Limits(generate["turns"], generate["max_tokens"][manifest.facts["partition"]], settings["encode"]["max_length"])
+    return forecast(manifest, path.parent, limits)
+
+
+def token_table(forecasts: Mapping[str, Forecast], total: Forecast) -> Table:
+    """Tokens of each dataset, and their sums."""
+    header = ["dataset", "rows", "answers", "prompt tokens", "tokens, expected", "of them trained", "tokens, at most", "trained, at most"]
+    lines = [
+        [
+            name,
+            *(number(value) for value in (one.rows, one.answers, one.prompt_tokens)),
+            *(number(value) for value in (one.expected.tokens, one.expected.trained, one.at_most.tokens, one.at_most.trained)),
+        ]
+        for name, one in [*sorted(forecasts.items()), ("all", total)]
+    ]
+    return Table(header, lines, ("dataset",))
+
+
+def state_table(total: Forecast, hidden_size: int, free: int) -> Table:
+    """Bytes of the hidden states beside the free bytes."""
+    estimates: dict[str, Estimate] = {"expected": total.expected, "at most": total.at_most}
+    lines = [
+        [name, number(one.tokens), number(one.trained), size(one.state_bytes(hidden_size)), size(free)] for name, one in estimates.items()
+    ]
+    return Table(["estimate", "tokens", "trained tokens", "hidden states", "free here"], lines, ("estimate",))
+
+
+def verdict(total: Forecast, hidden_size: int, free: int) -> str:
+    """In words: do the hidden states fit?"""
+    expected, at_most = (one.state_bytes(hidden_size) for one in (total.expected, total.at_most))
+    if at_most <= free:
+        return "They fit, even at most."
+    if expected <= free:
+        return "They fit if answers are as long as expected, not if all reach their limit."
+    return "**They do not fit**: lower `samples`, `generate.max_tokens` or `encode.max_length`, or give results/ a larger disk."
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the disk that `folder` lies on."""
+    return shutil.disk_usage(folder).free

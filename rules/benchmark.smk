@@ -12,7 +12,7 @@ rule benchmark:
         prepared="results/{run}/prepared/{task}/manifest.json",
         merged="results/{run}/merged/manifest.json",
     output:
-        manifest="results/{run}/benchmark/{task}/{variant}/manifest.json",
+        manifest=update("results/{run}/benchmark/{task}/{variant}/manifest.json"),
         cell="results/{run}/benchmark/{task}/{variant}/cell.json",
     log:
         "results/{run}/logs/benchmark/{task}.{variant}.log",
@@ -55,7 +55,7 @@ rule report:
         hidden="results/{run}/hidden/manifest.json",
         drafters=expand("results/{{run}}/drafters/{drafter}/manifest.json", drafter=DRAFTERS),
     output:
-        manifest="results/{run}/report/manifest.json",
+        manifest=update("results/{run}/report/manifest.json"),
         markdown="results/{run}/report/benchmark.md",
         csv="results/{run}/report/benchmark.csv",
         html="results/{run}/report/benchmark.html",

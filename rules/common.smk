@@ -18,9 +18,10 @@ TASKS = sorted(config["benchmark"]["tasks"])
 DRAFTERS = sorted(config["drafters"])
 VARIANTS = sorted(config["benchmark"]["variants"])
 
-# What of a dataset decides which bytes are fetched, and what of a task only the benchmark reads; `prepare` takes the rest.
+# What of a dataset decides which bytes are fetched, and what only the benchmark or the mix reads; `prepare` takes the rest.
 FETCHED = ("source", "revision", "subset", "split", "members", "exclude", "generator", "licence")
 BENCHMARKED = ("max_tokens",)
+MIXED = ("weight",)
 
 
 wildcard_constraints:
@@ -53,7 +54,7 @@ def fetch_settings(wildcards):
 def prepare_settings(wildcards):
     """How raw records become rows."""
     source = source_config(wildcards.source)
-    dataset = {key: value for key, value in source.items() if key not in FETCHED + BENCHMARKED}
+    dataset = {key: value for key, value in source.items() if key not in FETCHED + BENCHMARKED + MIXED}
     return canonical({"dataset": dataset, "name": wildcards.source, "seed": config["seed"]})
 
 
@@ -71,6 +72,12 @@ def generate_settings(wildcards):
 def encode_settings(wildcards):
     """How rows become tokens and loss spans."""
     return settings("encode", name=wildcards.dataset, kind=config["datasets"][wildcards.dataset]["kind"])
+
+
+def merge_settings(wildcards):
+    """How the datasets are mixed; a weight of 1 is as good as none."""
+    weights = {name: config["datasets"][name].get("weight", 1) for name in DATASETS}
+    return settings("merge", "seed", weights={name: weight for name, weight in weights.items() if weight != 1})
 
 
 def train_settings(wildcards):
@@ -107,3 +114,29 @@ def on_machine(wildcards, threads):
 
 THREADS = config["runtime"]["threads"]
 GPUS = int(config["runtime"]["device"].startswith("cuda"))
+
+
+# The keys of `runtime` that a generate job reads beside device and threads.
+SERVING = ("server", "requests")
+ATTACHED = bool(config["runtime"].get("server", {}).get("urls"))
+SERVED = config["generate"]["engine"] == "sglang"
+
+
+def generate_runtime(wildcards, threads):
+    """Device, threads, servers and requests: Snakemake does not compare params that are derived from threads."""
+    runtime = config["runtime"]
+    return json.dumps({"device": runtime["device"], "threads": threads} | {key: runtime[key] for key in SERVING if key in runtime})
+
+
+def asks(partition):
+    """How many of the one place for jobs that ask servers about rows of `partition` a job takes.
+
+    Servers that others run are asked by one job of each partition at a time, which share their memory for keys and
+    values as `runtime.requests.concurrency` says. A job that starts a server takes both places: it is alone.
+    """
+    return lambda wildcards: int(SERVED and (not ATTACHED or config["datasets"][wildcards.dataset]["partition"] == partition))
+
+
+def train_machine(wildcards, threads):
+    """Device, threads and processes: as little compared as `on_machine`."""
+    return json.dumps({**json.loads(on_machine(wildcards, threads)), "ranks": config["runtime"].get("ranks", 1)})

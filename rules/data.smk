@@ -7,7 +7,7 @@ Inputs: the config. Outputs: results/<run>/{target,raw,prepared}/.
 rule target:
     """The target LLM in HF layout, bf16, with its tokenizer and chat template."""
     output:
-        manifest="results/{run}/target/manifest.json",
+        manifest=update("results/{run}/target/manifest.json"),
     log:
         "results/{run}/logs/target.log",
     benchmark:
@@ -29,7 +29,7 @@ rule target:
 rule fetch:
     """The pinned raw bytes of one dataset or benchmark task."""
     output:
-        manifest="results/{run}/raw/{source}/manifest.json",
+        manifest=update("results/{run}/raw/{source}/manifest.json"),
     log:
         "results/{run}/logs/fetch/{source}.log",
     benchmark:
@@ -55,7 +55,7 @@ rule prepare:
         raw="results/{run}/raw/{source}/manifest.json",
         target="results/{run}/target/manifest.json",
     output:
-        manifest="results/{run}/prepared/{source}/manifest.json",
+        manifest=update("results/{run}/prepared/{source}/manifest.json"),
     log:
         "results/{run}/logs/prepare/{source}.log",
     benchmark:

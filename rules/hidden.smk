@@ -10,7 +10,7 @@ rule hidden:
         merged="results/{run}/merged/manifest.json",
         target="results/{run}/target/manifest.json",
     output:
-        manifest="results/{run}/hidden/manifest.json",
+        manifest=update("results/{run}/hidden/manifest.json"),
     log:
         "results/{run}/logs/hidden.log",
     benchmark:

@@ -11,11 +11,11 @@ rule train:
         vocab="results/{run}/vocab/manifest.json",
         target="results/{run}/target/manifest.json",
     output:
-        manifest="results/{run}/drafters/{drafter}/manifest.json",
-        config="results/{run}/drafters/{drafter}/config.json",
-        model="results/{run}/drafters/{drafter}/model.safetensors",
-        training="results/{run}/drafters/{drafter}/training.json",
-        curves="results/{run}/drafters/{drafter}/curves.csv",
+        manifest=update("results/{run}/drafters/{drafter}/manifest.json"),
+        config=update("results/{run}/drafters/{drafter}/config.json"),
+        model=update("results/{run}/drafters/{drafter}/model.safetensors"),
+        training=update("results/{run}/drafters/{drafter}/training.json"),
+        curves=update("results/{run}/drafters/{drafter}/curves.csv"),
     log:
         "results/{run}/logs/train/{drafter}.log",
     benchmark:
@@ -24,11 +24,11 @@ rule train:
         "../envs/aerie.yaml"
     threads: THREADS["train"]
     resources:
-        gpu=GPUS,
+        gpu=GPUS * config["runtime"].get("ranks", 1),
     params:
         **code("scripts/train.py"),
         settings=train_settings,
-        runtime=on_machine,
+        runtime=train_machine,
     shell:
         r"""
         python -m scripts.train \

@@ -92,6 +92,36 @@ def test_runtime_settings_share_the_work_folder(tmp_path):
     assert job.fingerprint() == other.fingerprint()
 
 
+def built(job: Job) -> int:
+    """How often `run` builds."""
+    calls = []
+
+    def build(job: Job, folder: Path) -> Result:
+        calls.append(folder)
+        (folder / "rows.parquet").write_bytes(b"rows")
+        return Result(manifest_of(job.stage))
+
+    run(job, build)
+    return len(calls)
+
+
+def test_equal_work_that_is_published_is_not_done_again(tmp_path):
+    """Snakemake starts every job below one that ran, also when that one gave equal bytes."""
+    job = job_in(tmp_path, a=1)
+    assert built(job) == 1
+    rows, manifest = job.output / "rows.parquet", job.output / "manifest.json"
+    for path in (rows, manifest):
+        os.utime(path, (1, 1))
+    assert built(job) == 0
+    assert min(rows.stat().st_mtime, manifest.stat().st_mtime) > 1  # as new as its inputs, or it would be stale for ever
+    rows.write_bytes(b"r")
+    assert built(job) == 1
+    manifest.unlink()
+    assert built(job) == 1
+    assert built(job_in(tmp_path, a=2)) == 1
+    assert built(job) == 1
+
+
 def test_publish_replaces_what_was_there(tmp_path):
     for text in ("old", "new"):
         work = tmp_path / "work"

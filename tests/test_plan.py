@@ -33,7 +33,7 @@ EVERYTHING = PREPARE | {"fetch", "target"}
         pytest.param(lambda c: c["datasets"].pop("set1"), MERGE, id="dataset removed"),
         pytest.param(lambda c: c["target"].update(source="path:elsewhere"), EVERYTHING - {"fetch"}, id="target"),
         pytest.param(
-            lambda c: c["runtime"].update(device="cuda:1", threads=dict.fromkeys(c["runtime"]["threads"], 2)), set(), id="runtime"
+            lambda c: c["runtime"].update(device="cuda:1", ranks=2, threads=dict.fromkeys(c["runtime"]["threads"], 2)), set(), id="runtime"
         ),
     ],
 )
@@ -56,6 +56,11 @@ def test_new_dataset_leaves_the_others_alone(workdir, finished):
     for rule, folder in (("fetch", "raw"), ("prepare", "prepared"), ("generate", "responses"), ("encode", "tokens")):
         assert plan.pop(rule) == {f"results/toy/{folder}/set3/manifest.json"}
     assert set(plan) == MERGE
+
+
+def test_a_weight_changes_the_mix_and_nothing_before_it(workdir):
+    edit_config(workdir, lambda c: c["datasets"]["set1"].update(weight=0.5))
+    assert stale(workdir) == MERGE
 
 
 def test_one_dataset_regenerated_leaves_the_others_alone(workdir):
@@ -82,10 +87,16 @@ def test_new_task_and_variant_touch_only_their_cells(workdir, finished):
 
     edit_config(workdir, edit)
     plan = stale_files(workdir)
-    cells = {tuple(file.split("/")[3:5]) for file in plan.pop("benchmark")}
-    assert cells == {("task2", "chain2"), ("task2", "chain1"), ("task0", "chain1"), ("task1", "chain1")}
     assert plan.pop("fetch") == {"results/toy/raw/task2/manifest.json"}
     assert plan.pop("prepare") == {"results/toy/prepared/task2/manifest.json"}
+    assert not set(plan) & {"generate", "encode"}
+    models = sorted((workdir / "results/toy/drafters").glob("*/model.safetensors"))
+    before = [path.stat().st_ino for path in models]
+    snakemake(workdir, "--until", "train")  # merge looks for the new prompts, finds none, and gives equal bytes
+    assert models and [path.stat().st_ino for path in models] == before
+    plan = stale_files(workdir)
+    cells = {tuple(file.split("/")[3:5]) for file in plan.pop("benchmark")}
+    assert cells == {("task2", "chain2"), ("task2", "chain1"), ("task0", "chain1"), ("task1", "chain1")}
     assert set(plan) == REPORT
 
 
@@ -158,3 +169,9 @@ def test_null_leaves_out_an_entry_of_the_default(workdir):
 def test_results_lie_below_the_run(finished: Path):
     assert (finished / "results/toy/report/benchmark.md").is_file()
     assert not list((finished / "results/work").glob("*/*/manifest.json"))
+
+
+def test_the_page_before_the_run_makes_nothing_stale(workdir):
+    snakemake(workdir, "results/toy/plan.md")
+    assert "36 rows are kept: 12 native and 24 prompts." in (workdir / "results/toy/plan.md").read_text()
+    assert stale(workdir) == set()

@@ -21,6 +21,7 @@ from scripts.lib.ground.manifest import NAME, Manifest
 from scripts.lib.ground.provenance import code
 
 log = logging.getLogger("aerie")
+COST = "cost.json"
 RECORDED_VERSIONS = ("torch", "transformers", "datasets", "polars", "safetensors", "tokenizers", "sglang")
 
 
@@ -28,7 +29,9 @@ RECORDED_VERSIONS = ("torch", "transformers", "datasets", "polars", "safetensors
 class Job:
     """What one run of a stage is asked to do.
 
-    `output` is the folder that it publishes, `inputs` the manifests that it reads, by flag.
+    `output` is the folder that it publishes, `inputs` the manifests that it reads, by flag. Those in `consulted` are read too,
+    but only decide about what is read from `inputs`: the manifest does not name them, so that where they change no decision they
+    change no byte.
     `settings` is tracked: it decides the bytes. `runtime` is not: it decides where and how fast.
     """
 
@@ -38,6 +41,7 @@ class Job:
     settings: Mapping[str, Any]
     runtime: Mapping[str, Any] = field(default_factory=dict)
     work: Path = Path("results/work")
+    consulted: Mapping[str, Sequence[Path]] = field(default_factory=dict)
 
     def input(self, name: str) -> Path:
         """The only manifest given under flag `name`."""
@@ -45,13 +49,19 @@ class Job:
         return path
 
     def input_digests(self) -> dict[str, str]:
-        """Path to sha256 of every manifest read."""
-        return {str(path): sha256_file(path) for paths in self.inputs.values() for path in paths}
+        """Path to sha256 of every manifest that the stage's own manifest names."""
+        return digests(self.inputs)
 
     def fingerprint(self) -> str:
         """Names the work folder: a resumed job finds its own partial work and never that of other settings or code."""
         parts = [self.stage, str(self.output), canonical(dict(self.settings)), canonical(self.input_digests())]
+        parts += [canonical(digests(self.consulted))] if self.consulted else []
         return sha256_text("\n".join([*parts, canonical(code(f"scripts/{self.stage}.py"))]))[:16]
+
+
+def digests(manifests: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+    """Path to sha256 of every manifest of `manifests`."""
+    return {str(path): sha256_file(path) for paths in manifests.values() for path in paths}
 
 
 @dataclass(frozen=True)
@@ -68,9 +78,14 @@ Build = Callable[[Job, Path], Result]
 def run(job: Job, build: Build) -> None:
     """Let `build` fill the work folder, write the manifest last, and publish by rename.
 
-    A folder whose manifest is there was finished by an earlier attempt and is only published.
+    A folder whose manifest is there was finished by an earlier attempt and is only published. Where the same work is published already,
+    nothing is done: Snakemake starts every job below one that ran, also when that one gave the bytes that it had given before.
     """
-    folder = job.work / job.stage / job.fingerprint()
+    fingerprint = job.fingerprint()
+    if published(job.output, fingerprint):
+        log.info("unchanged %s: settings, code and inputs are those that it was made of", job.output)
+        return
+    folder = job.work / job.stage / fingerprint
     resumed = folder.exists()
     with claimed(folder):
         if not (folder / NAME).exists():
@@ -78,10 +93,25 @@ def run(job: Job, build: Build) -> None:
             result = build(job, folder)
             for leftover in ("progress.json", "partial"):
                 remove(folder / leftover)
-            write_json(folder / "cost.json", cost(result, time.monotonic() - start, resumed))
+            sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+            made = {"fingerprint": fingerprint, "files": sizes}
+            write_json(folder / COST, cost(result, time.monotonic() - start, resumed) | made)
             result.manifest.write(folder)
         publish(folder, job.output)
     log.info("published %s", job.output)
+
+
+def published(output: Path, fingerprint: str) -> bool:
+    """Whether `output` holds the whole result of the work that `fingerprint` names; its files are made as new as such work would be."""
+    if not (output / NAME).exists() or not (output / COST).exists():
+        return False
+    made = json.loads((output / COST).read_text())
+    files = {output / name: size for name, size in made.get("files", {}).items()}
+    if made.get("fingerprint") != fingerprint or any(not path.is_file() or path.stat().st_size != size for path, size in files.items()):
+        return False
+    for path in (*files, output / COST, output / NAME):
+        path.touch()
+    return True
 
 
 def remove(path: Path) -> None:
@@ -113,28 +143,30 @@ def installed(name: str) -> str | None:
         return None
 
 
-def stage_command(stage: str, doc: str, build: Build, inputs: Sequence[str] = ()) -> None:
+def stage_command(stage: str, doc: str, build: Build, inputs: Sequence[str] = (), consulted: Sequence[str] = ()) -> None:
     """Parse the command line of `python -m scripts.<stage>` and run the stage.
 
-    Each name in `inputs` becomes a flag that takes the manifests of the stage before.
+    Each name in `inputs` and `consulted` becomes a flag that takes the manifests of the stage before.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m scripts.{stage}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in inputs:
+    for name in (*inputs, *consulted):
         parser.add_argument(f"--{name}", type=Path, nargs="*", required=True, help=f"manifest of {name}")
     parser.add_argument("--output", type=Path, required=True, help="manifest to write; the folder that holds it is published")
     parser.add_argument("--settings", type=json.loads, default={}, help="tracked settings as JSON")
     parser.add_argument("--runtime", type=json.loads, default={}, help="machine settings as JSON, never tracked")
     parser.add_argument("--work", type=Path, default=Path("results/work"), help="root of the work folders, on the output's file system")
     arguments = parser.parse_args()
+    given = vars(arguments)
     job = Job(
         stage=stage,
         output=arguments.output.parent,
-        inputs={name: tuple(getattr(arguments, name.replace("-", "_"))) for name in inputs},
+        inputs={name: tuple(given[name.replace("-", "_")]) for name in inputs},
         settings=arguments.settings,
         runtime=arguments.runtime,
         work=arguments.work,
+        consulted={name: tuple(given[name.replace("-", "_")]) for name in consulted},
     )
     below_the_run = job.output.parts[3:]  # results/<run>/<folder>/…
     guarded("/".join([stage, *below_the_run]), lambda: run(job, build))

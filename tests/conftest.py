@@ -1,5 +1,7 @@
 """One finished toy run a session, shared by the tests on the plan and on the whole pipeline."""
 
+import fcntl
+import os
 import shutil
 from pathlib import Path
 
@@ -13,10 +15,16 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A toy working directory in which every target is up to date."""
-    directory = make_toy(tmp_path_factory.mktemp("toy") / "work")
-    snakemake(directory)
-    return directory
+    """A toy working directory in which every target is up to date; processes of one session share it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (shared / "toy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = shared / "toy.done"
+        if not done.exists():
+            snakemake(make_toy(shared / "toy" / "work"))
+            done.touch()
+    return shared / "toy" / "work"
 
 
 @pytest.fixture

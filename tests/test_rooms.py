@@ -11,17 +11,17 @@ REPO = Path(__file__).parents[1]
 LIB = REPO / "scripts/lib"
 FLOORS = [
     {"ground"},
-    {"chat", "sources"},
-    {"targets", "formats", "engines"},
-    {"eagle3", "states", "generation", "mixing", "vocabulary"},
-    {"training", "speculation"},
+    {"chat", "sources", "fixtures", "watching"},
+    {"targets", "formats", "engines", "serving"},
+    {"eagle3", "states", "generation", "mixing", "vocabulary", "inspecting"},
+    {"training", "speculation", "calibrating"},
     {"benchmark"},
     {"reporting"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # Two rooms of one floor that need each other's lower part: who may read whom.
 SIDEWAYS = {("states", "eagle3")}
-STAGES = ["target", "fetch", "prepare", "generate", "encode", "merge", "vocab", "hidden", "train", "benchmark", "report"]
+STAGES = ["target", "fetch", "prepare", "plan", "generate", "encode", "merge", "vocab", "hidden", "train", "benchmark", "report"]
 
 
 def room_of(path: str) -> str | None:

@@ -1,13 +1,13 @@
-"""Check a drafter's folder before an engine loads it: names, shapes, dtypes, vocabulary tables, and that it fits its target."""
+"""Check a drafter's folder before an engine loads it, whoever trained it: names, shapes, vocabulary tables, and that it fits its target."""
 
 import argparse
 import logging
 from pathlib import Path
 
-import torch
 from transformers import AutoConfig
 
-from scripts.lib.eagle3.export import check_target, load_drafter
+from scripts.lib.eagle3.judging import judge
+from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import guarded
 
 log = logging.getLogger("aerie")
@@ -23,13 +23,13 @@ def main() -> None:
 
 
 def check(folder: Path, target: Path | None) -> None:
-    """StageError when an engine would misread the drafter in `folder`, or when it does not fit `target`."""
-    drafter = load_drafter(folder, torch.bfloat16, "cpu")
-    if target is not None:
-        check_target(folder, AutoConfig.from_pretrained(target))
-    log.info(
-        "%s: sound, %s parameters, layers %s", folder, f"{sum(p.numel() for p in drafter.parameters()):,}", list(drafter.config.boundaries)
-    )
+    """StageError when an engine would not serve the drafter in `folder` as it was trained, or when it does not fit `target`."""
+    verdict = judge(folder, AutoConfig.from_pretrained(target) if target else None)
+    for note in verdict.notes:
+        log.info("%s: %s", folder, note)
+    if verdict.faults:
+        raise StageError(f"{folder}: {'; '.join(verdict.faults)}")
+    log.info("%s: sound", folder)
 
 
 if __name__ == "__main__":

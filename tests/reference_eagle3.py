@@ -55,8 +55,17 @@ def heads(x: Tensor, size: int) -> list[Tensor]:
 class ReferenceDrafter:
     """The drafter as plain arithmetic on a dict of weights `w` under their exported names."""
 
-    def __init__(self, w: dict[str, Tensor], head_dim: int, theta: float, eps: float) -> None:
-        self.w, self.head_dim, self.theta, self.eps = w, head_dim, theta, eps
+    def __init__(self, w: dict[str, Tensor], head_dim: int, theta: float, eps: float, norm_output: bool = False) -> None:
+        self.w, self.head_dim, self.theta, self.eps, self.norm_output = w, head_dim, theta, eps, norm_output
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Each third of `aux` [3H] normed where the drafter has weights for that, then the linear layer."""
+        if "fc_norm.0.weight" in self.w:
+            aux = torch.cat([norm(part, self.w[f"fc_norm.{number}.weight"], self.eps) for number, part in enumerate(aux.chunk(3))])
+        return self.w["fc.weight"] @ aux
+
+    def fed_back(self, hidden: Tensor) -> Tensor:
+        return norm(hidden, self.w["norm.weight"], self.eps) if self.norm_output else hidden
 
     def attention_input(self, embed: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat(
@@ -93,7 +102,7 @@ class ReferenceDrafter:
 def states(drafter: ReferenceDrafter, embedding: Tensor, row: ReferenceRow, steps: int) -> list[dict[int, Tensor]]:
     """For each step, the state [H] of every slot trained at it, by slot."""
     places = range(len(row.tokens) - 1)
-    fused = [drafter.w["fc.weight"] @ row.aux[t] for t in places]
+    fused = [drafter.fuse(row.aux[t]) for t in places]
     inputs = [drafter.attention_input(embedding[row.tokens[t + 1]], fused[t]) for t in places]
     first = [drafter.key_value(inputs[t], t) for t in places]
     own: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {t: [] for t in places}
@@ -106,7 +115,7 @@ def states(drafter: ReferenceDrafter, embedding: Tensor, row: ReferenceRow, step
             if step == 0:
                 hidden, x = fused[t], inputs[t]
             else:
-                hidden = found[step - 1][t]
+                hidden = drafter.fed_back(found[step - 1][t])
                 x = drafter.attention_input(embedding[row.tokens[t + 1 + step]], hidden)
                 own[t].append(drafter.key_value(x, t + step))
             here[t] = drafter.layer(x, hidden, t + step, first[: t + 1] + own[t])
@@ -130,8 +139,21 @@ def teacher(final: Tensor, head: Tensor, t2d: Tensor) -> Tensor:
     return probabilities / probabilities.sum()
 
 
+def slot_loss(goal: Tensor, log_probabilities: Tensor, kind: str) -> Tensor:
+    """The loss of one slot from the target's probabilities and the drafter's log-probabilities, both [D]."""
+    if kind == "hard":
+        return -log_probabilities[goal.argmax()]
+    accepted = torch.minimum(goal, log_probabilities.exp()).sum()
+    if kind == "lk_alpha":
+        return -torch.log(accepted)
+    if kind == "lk_lambda":
+        weight = 0.9 * torch.exp(-2.0 * accepted.detach())
+        return weight * (goal * (goal.log() - log_probabilities)).sum() + (1 - weight) * (1 - accepted)
+    return -(goal * log_probabilities).sum()
+
+
 def loss(
-    drafter: ReferenceDrafter, target: ReferenceTarget, rows: list[ReferenceRow], steps: int, decay: float
+    drafter: ReferenceDrafter, target: ReferenceTarget, rows: list[ReferenceRow], steps: int, decay: float, *, kind: str = "soft"
 ) -> tuple[Tensor, list[Tensor]]:
     """Sum over steps of decay^step times the mean over slots trained at that step, in all rows together; and those means.
 
@@ -147,7 +169,7 @@ def loss(
                 full = full.index_put((torch.arange(len(target.d2t)) + target.d2t,), drafter.logits(hidden))
                 goal = teacher(row.final[slot + 1 + step], target.head, target.t2d)
                 log_probabilities = torch.log_softmax(full, 0)
-                terms.append(-(goal[target.t2d] * log_probabilities[target.t2d]).sum())
+                terms.append(slot_loss(goal[target.t2d], log_probabilities[target.t2d], kind))
         if terms:
             means.append(torch.stack(terms).mean())
     return torch.stack([decay**step * mean for step, mean in enumerate(means)]).sum(), means

@@ -1,5 +1,6 @@
 """The fast training path equals the plain reference in losses and gradients; decoding equals training-time states."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from scripts.lib.eagle3.model import DraftCache, Drafter, DrafterConfig
 from scripts.lib.states.format import HiddenShard
 from scripts.lib.training.batches import collate
 from scripts.lib.training.loss import Teacher, unrolled_loss
-from scripts.lib.training.rows import shard_rows, trained_slots
+from scripts.lib.training.objectives import objective
+from scripts.lib.training.rows import shard_rows
+from scripts.lib.training.slots import trained_slots
 from scripts.lib.training.unroll import unroll
 from tests import reference_eagle3 as reference
 from tests.tiny import tiny_config
@@ -73,20 +76,30 @@ def shard(rows: list[reference.ReferenceRow]) -> HiddenShard:
     )
 
 
-def fast(drafter: Drafter, target: LlamaForCausalLM, rows: list[reference.ReferenceRow]) -> tuple[torch.Tensor, list[float]]:
+def fast(
+    drafter: Drafter, target: LlamaForCausalLM, rows: list[reference.ReferenceRow], kind: str = "soft"
+) -> tuple[torch.Tensor, list[float]]:
     teacher = Teacher(target.model.embed_tokens.weight.detach(), target.lm_head.weight[drafter.target_ids].detach())
     batch = collate([row for row in shard_rows(Path("x"), shard(rows)) if len(row.slots)], torch.float32, "cpu")
-    return unrolled_loss(unroll(drafter, teacher.embedding, batch, STEPS), drafter, teacher.probabilities(batch.final), DECAY)
+    unrolled = unroll(drafter, teacher.embedding, batch, STEPS)
+    counts = [len(step.active) for step in unrolled]
+    weights = [DECAY**number / count for number, count in enumerate(counts)]
+    total, sums = unrolled_loss(unrolled, drafter, teacher.probabilities(batch.final), weights, objective(kind, 0.9, 2.0))
+    return total, (sums / torch.tensor(counts)).tolist()
 
 
-def slow(drafter: Drafter, target: LlamaForCausalLM, rows: list[reference.ReferenceRow]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def slow(
+    drafter: Drafter, target: LlamaForCausalLM, rows: list[reference.ReferenceRow], kind: str = "soft"
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     embedding, head = target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach()
-    return reference.loss(plain(drafter), reference.ReferenceTarget(embedding, head, drafter.d2t, drafter.t2d), rows, STEPS, DECAY)
+    return reference.loss(
+        plain(drafter), reference.ReferenceTarget(embedding, head, drafter.d2t, drafter.t2d), rows, STEPS, DECAY, kind=kind
+    )
 
 
 def plain(drafter: Drafter) -> reference.ReferenceDrafter:
     theta, eps = drafter.config.rope_parameters["rope_theta"], drafter.config.rms_norm_eps
-    return reference.ReferenceDrafter(dict(drafter.named_parameters()), drafter.config.head_dim, theta, eps)
+    return reference.ReferenceDrafter(dict(drafter.named_parameters()), drafter.config.head_dim, theta, eps, drafter.config.norm_output)
 
 
 def gradients(drafter: Drafter, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,11 +114,38 @@ def test_packed_batch_has_the_losses_and_gradients_of_the_reference(drafter, tar
     assert len(means) == STEPS
     torch.testing.assert_close(torch.tensor(means), torch.stack(wanted_means), rtol=1e-4, atol=0)
     torch.testing.assert_close(total, wanted, rtol=1e-4, atol=0)
-    found, expected = gradients(drafter, total), gradients(drafter, wanted)
-    assert found.keys() == expected.keys() == dict(drafter.named_parameters()).keys()
+    same_gradients(drafter, total, wanted)
+
+
+@pytest.mark.parametrize("kind", ["hard", "lk_alpha", "lk_lambda"])
+def test_other_objectives_have_the_losses_and_gradients_of_the_reference(drafter, target, rows, kind):
+    total, means = fast(drafter, target, rows[1:], kind)
+    wanted, wanted_means = slow(drafter, target, rows[1:], kind)
+    torch.testing.assert_close(torch.tensor(means), torch.stack(wanted_means), rtol=1e-4, atol=1e-6)
+    same_gradients(drafter, total, wanted)
+
+
+def same_gradients(drafter: Drafter, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    fast_ones, expected = gradients(drafter, found), gradients(drafter, wanted)
+    assert fast_ones.keys() == expected.keys() == dict(drafter.named_parameters()).keys()
     for name, gradient in expected.items():
         assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+        assert (fast_ones[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_eagle_3_1_has_the_losses_and_gradients_of_the_reference(drafter, target, rows):
+    """States normed before `fc`, and fed back behind the last norm."""
+    newer = Drafter(replace(drafter.config, fc_norm=True, norm_output=True), drafter.d2t, drafter.t2d)
+    newer.load_state_dict(drafter.state_dict(), strict=False)
+    with torch.no_grad():
+        for number, weight in enumerate(newer.fc_norm.parameters()):
+            weight.add_(0.1 * (number + 1))
+    total, _ = fast(newer, target, rows[1:])
+    wanted, _ = slow(newer, target, rows[1:])
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=0)
+    same_gradients(newer, total, wanted)
+    plain_total, _ = fast(drafter, target, rows[1:])
+    assert (total - plain_total).abs() > 1e-3
 
 
 def test_packed_batch_is_its_rows_alone(drafter, target, rows):

@@ -21,6 +21,7 @@ from scripts.lib.ground.stage import Job, run
 from scripts.lib.states.format import write_shard
 from scripts.lib.states.reader import read_shard
 from scripts.lib.training.build import train
+from scripts.lib.training.packed_step import PackedStep
 from scripts.lib.training.schedule import PlannedStep
 from scripts.lib.training.trainer import Trainer
 from tests.train_case import job, make_case, publish
@@ -39,6 +40,19 @@ def trained(case: Path) -> Path:
     torch.set_num_threads(1)
     run(job(case, case / "once" / "eagle3"), train)
     return case / "once" / "eagle3"
+
+
+PACKED = {"micro_tokens": 25, "precision": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def packed_run(case: Path) -> Path:
+    """The folder of an uninterrupted run on packed batches."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scripts.lib.training.trainer.new_stepper", PackedStep)
+        run(job(case, case / "packed" / "eagle3", **PACKED), train)
+    return case / "packed" / "eagle3"
 
 
 def copy_of(case: Path, to: Path) -> Path:
@@ -104,25 +118,50 @@ def test_untrained_random_drafter_accepts_next_to_nothing(case, tmp_path):
     assert 1.0 <= final["accept_length_all"] < 1.15
 
 
+def curve(folder: Path) -> list[dict[str, float]]:
+    return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader((folder / "curves.csv").open())]
+
+
+def test_packed_batches_train_as_rows_do(case, trained, tmp_path, monkeypatch):
+    """In float32 with several batches a step: the same curve up to rounding, evaluations included."""
+    monkeypatch.setattr("scripts.lib.training.trainer.new_stepper", PackedStep)
+    run(job(case, tmp_path / "out", micro_tokens=25), train)
+    for found, wanted in zip(curve(tmp_path / "out"), curve(trained), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-3)
+
+
+def test_smaller_batches_add_up_to_the_same_step(case, trained, tmp_path):
+    run(job(case, tmp_path / "out", micro_tokens=25), train)
+    for found, wanted in zip(curve(tmp_path / "out"), curve(trained), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-3)
+
+
 def killed_at(case_job: Job, step: int) -> None:
     """Run `case_job` and send this process SIGKILL in the middle of `step`."""
     torch.set_num_threads(1)
     original = Trainer.step
     done: list[PlannedStep] = []
 
-    def dying(self, planned):
+    def dying(self, planned, batches, work):
         if len(done) == step:
             os.kill(os.getpid(), signal.SIGKILL)
         done.append(planned)
-        return original(self, planned)
+        return original(self, planned, batches, work)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", dying)
         run(case_job, train)
 
 
-def test_killed_run_goes_on_from_its_checkpoint_bit_for_bit(case, trained, monkeypatch):
-    again = job(case, case / "killed" / "eagle3")
+@pytest.mark.parametrize("path", ["rows", "packed"])
+def test_killed_run_goes_on_from_its_checkpoint_bit_for_bit(case, trained, packed_run, path, monkeypatch):
+    """The packed path, which a GPU takes, computes several batches a step here; what it then publishes is complete."""
+    trained = {"rows": trained, "packed": packed_run}[path]
+    settings = {}
+    if path == "packed":
+        settings = PACKED
+        monkeypatch.setattr("scripts.lib.training.trainer.new_stepper", PackedStep)
+    again = job(case, case / "killed" / path, **settings)
     steps = json.loads((trained / "training.json").read_text())["steps"]
     step = random.randrange(3, steps)
     child = multiprocessing.get_context("fork").Process(target=killed_at, args=(again, step))
@@ -131,12 +170,59 @@ def test_killed_run_goes_on_from_its_checkpoint_bit_for_bit(case, trained, monke
     assert child.exitcode == -signal.SIGKILL
     assert not again.output.exists()
     seen, original = [], Trainer.step
-    monkeypatch.setattr(Trainer, "step", lambda self, planned: (seen.append(planned), original(self, planned))[1])
+    monkeypatch.setattr(Trainer, "step", lambda self, planned, *rest: (seen.append(planned), original(self, planned, *rest))[1])
     run(again, train)
     assert len(seen) == steps - step // 2 * 2, "checkpoints come every two steps"
     for name in ("curves.csv", "model.safetensors", "training.json", "config.json"):
         assert (again.output / name).read_bytes() == (trained / name).read_bytes(), f"{name} after a kill at step {step}"
     assert json.loads((again.output / "cost.json").read_text())["resumed"]
+
+
+def test_stops_when_the_held_out_rows_gain_nothing_and_keeps_the_best_weights(case, tmp_path):
+    """A learning rate that wrecks the drafter: the first evaluation stays the best, so training stops two evaluations later."""
+    run(job(case, tmp_path / "out", epochs=6, learning_rate=1.0, patience=2, keep_best=True, eval_every=2), train)
+    figures = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert figures["steps"] == figures["best"]["step"] + 4
+    assert figures["final"]["accept_length_all"] <= figures["best"]["accept_length_all"]
+    best, last = (load_drafter(folder, torch.float32, "cpu") for folder in (tmp_path / "out" / "best", tmp_path / "out"))
+    assert not torch.equal(best.fc.weight, last.fc.weight)
+    names = [shard.name for shard in read_manifest(tmp_path / "out" / "manifest.json", "train").shards]
+    assert names == ["model.safetensors", "best/model.safetensors"]
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.", "model.layers.0."])
+def test_starts_from_another_drafter_whatever_its_names_and_vocabulary(case, trained, tmp_path, prefix):
+    """Its head rows go where their tokens are; a token that it does not know gets the target's row."""
+    tensors = load_file(trained / "model.safetensors")
+    ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
+    tensors |= {"d2t": tensors["d2t"][5:] + 5, "lm_head.weight": tensors["lm_head.weight"][5:].contiguous()}
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file({name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items() if name != "t2d"}, other / "model.safetensors")
+    run(job(case, tmp_path / "out", epochs=1, learning_rate=1e-9, start_from=str(other)), train)
+    found = load_drafter(tmp_path / "out", torch.float32, "cpu")
+    torch.testing.assert_close(found.fc.weight.data, tensors["fc.weight"].float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.lm_head.weight.data[5:], tensors["lm_head.weight"].float(), rtol=0, atol=1e-6)
+    embedding = load_file(case / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    torch.testing.assert_close(found.lm_head.weight.data[:5], embedding[ids[:5]].float(), rtol=0, atol=1e-6)
+
+
+def test_a_drafter_of_other_sizes_is_no_start(case, trained, tmp_path):
+    tensors = load_file(trained / "model.safetensors")
+    save_file({**tensors, "fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
+    with pytest.raises(StageError, match=r"fc.weight is \[64, 128\], must be \[64, 192\].*--check"):
+        run(job(case, tmp_path / "out", start_from=str(tmp_path)), train)
+
+
+@pytest.mark.parametrize("loss", ["hard", "lk_alpha", "lk_lambda"])
+def test_eagle_3_1_and_other_losses_train_and_export(case, tmp_path, loss):
+    run(job(case, tmp_path / "out", epochs=8, learning_rate=0.01, warm_start=False, loss=loss, fc_norm=True, norm_output=True), train)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["fc_norm"] and config["norm_output"]
+    drafter = load_drafter(tmp_path / "out", torch.float32, "cpu")
+    assert {"fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight"} <= drafter.state_dict().keys()
+    losses = [row["loss_0"] for row in curve(tmp_path / "out")]
+    assert sum(losses[-3:]) < sum(losses[:3])
 
 
 def test_other_seed_gives_another_order(case, trained, tmp_path):
@@ -229,3 +315,20 @@ def test_vocabulary_of_another_target_is_refused(case, tmp_path):
     publish(root / "vocab", "vocab", [path], {})
     with pytest.raises(StageError, match="draft vocabulary is for 280 target tokens, the target has 272"):
         run(job(root, tmp_path / "out"), train)
+
+
+def test_two_processes_train_what_one_does(case, trained, tmp_path):
+    """Two ranks over gloo, some without a row in some steps: the same order of rows, and the same curve up to rounding."""
+    two = job(case, tmp_path / "out", batch_tokens=60, patience=9, keep_best=True)
+    run(Job(two.stage, two.output, two.inputs, two.settings, {**two.runtime, "ranks": 2}, two.work), train)
+    for found, wanted in zip(curve(tmp_path / "out"), curve(trained), strict=True):
+        assert found == pytest.approx(wanted, rel=2e-3)
+    assert load_drafter(tmp_path / "out" / "best", torch.float32, "cpu")
+
+
+def test_an_error_in_one_process_ends_all_with_its_sentence(case, tmp_path):
+    root = copy_of(case, tmp_path)
+    rewrite_shards(root, lambda tensors: tensors["loss_spans"][:, 1].copy_(tensors["loss_spans"][:, 0] + 1))
+    two = job(root, tmp_path / "out")
+    with pytest.raises(StageError, match="none of 16 train rows has a trained position"):
+        run(Job(two.stage, two.output, two.inputs, two.settings, {**two.runtime, "ranks": 2}, two.work), train)

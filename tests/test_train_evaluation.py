@@ -1,30 +1,23 @@
 """Walks, loops, packing and schedules: small values by hand."""
 
+import random
+
 import pytest
 import torch
 
-from scripts.lib.training.batches import TrainingRow, collate, epoch_order, pack
-from scripts.lib.training.evaluation import Tally, accepted_drafts, walk_rows
+from scripts.lib.training.batches import TrainingRow, epoch_order, pack, split
+from scripts.lib.training.evaluation import Tally, accepted_drafts, spans_in_loops
 from scripts.lib.training.repetition import ends_in_loop
 from scripts.lib.training.schedule import learning_rate, plan
 from scripts.lib.training.settings import TrainSettings
-from scripts.lib.training.unroll import Step
+from scripts.lib.training.slots import trained_slots
 from tests.train_case import SETTINGS
 
 
-def batch_of(tokens: list[int], slots: list[int], remaining: list[int]):
-    """A batch of one row whose states do not matter."""
-    count = len(slots)
-    row = TrainingRow(
-        "row",
-        torch.tensor(tokens),
-        torch.zeros(len(tokens) - 1, 3, 2),
-        torch.tensor(slots),
-        torch.tensor(remaining),
-        torch.zeros(count, 2),
-        torch.zeros(count),
-    )
-    return collate([row], torch.float32, "cpu")
+def walked(accepted: list[int], remaining: list[int], loops: list[bool]) -> Tally:
+    tally = Tally(2)
+    tally.walk(torch.tensor(accepted), torch.tensor(remaining), torch.tensor(loops))
+    return tally
 
 
 def test_walk_jumps_over_accepted_drafts_and_the_bonus_token():
@@ -32,31 +25,45 @@ def test_walk_jumps_over_accepted_drafts_and_the_bonus_token():
 
     The mean over positions would say 1 + 8/6 = 2.33 where speculation gives 1 + 3/3 = 2.
     """
-    tally = Tally.empty(2)
-    walk_rows(batch_of(list(range(8)), [1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]), [2, 2, 2, 0, 1, 1], tally)
-    assert (tally.plain.cycles, tally.plain.accepted) == (3, 3)
-    assert tally.plain.accept_length == 2.0
-    assert tally.loops.accept_length is None
+    tally = walked([2, 2, 2, 0, 1, 1], [6, 5, 4, 3, 2, 1], [False])
+    assert tally.walks.tolist() == [[3, 3], [0, 0]]
+    tally.slots += 1
+    figures = tally.figures(0.8)
+    assert figures["accept_length"] == 2.0
+    assert figures["accept_length_loops"] is None
 
 
-def test_walk_never_crosses_into_the_next_span():
-    tally = Tally.empty(2)
-    walk_rows(batch_of(list(range(9)), [1, 2, 5, 6], [2, 1, 2, 1]), [2, 1, 0, 1], tally)
-    assert (tally.plain.cycles, tally.plain.accepted) == (3, 3)
-
-
-def test_drafts_count_only_in_a_row_from_the_first():
-    steps = [Step(torch.zeros(3, 1), torch.tensor([0, 1, 2])), Step(torch.zeros(2, 1), torch.tensor([0, 1]))]
-    assert accepted_drafts([torch.tensor([True, False, True]), torch.tensor([True, True])], steps, 3) == [2, 0, 1]
+def test_walk_never_crosses_into_the_next_span_nor_into_filler():
+    assert walked([2, 1, 0, 1, 0, 0], [2, 1, 2, 1, 0, 0], [False, False]).walks.tolist() == [[3, 3], [0, 0]]
 
 
 def test_rows_that_end_in_a_loop_are_walked_apart():
-    tokens = [1, 2] + [5, 6, 7] * 9
-    tally = Tally.empty(1)
-    count = len(tokens) - 2
-    walk_rows(batch_of(tokens, list(range(1, count + 1)), list(range(count, 0, -1))), [0] * count, tally)
-    assert tally.loops.cycles == count
-    assert tally.plain.cycles == 0
+    assert walked([1, 0, 0, 0, 0], [2, 1, 3, 2, 1], [False, True]).walks.tolist() == [[1, 1], [3, 0]]
+
+
+def test_walks_are_those_of_a_loop_over_cycles():
+    draw = random.Random(0)
+    spans = [draw.randrange(1, 70) for _ in range(40)]
+    remaining = [left for span in spans for left in range(span, 0, -1)]
+    accepted = [min(draw.randrange(4), left) for left in remaining]
+    cycles = drafts = first = 0
+    for span in spans:
+        place = first
+        while place < first + span:
+            cycles, drafts, place = cycles + 1, drafts + accepted[place], place + accepted[place] + 1
+        first += span
+    assert walked(accepted, remaining, [False] * len(spans)).walks.tolist() == [[cycles, drafts], [0, 0]]
+
+
+def test_drafts_count_only_in_a_row_from_the_first():
+    assert accepted_drafts(torch.tensor([[True, False, True], [True, True, False]])).tolist() == [2, 0, 1]
+
+
+def test_spans_in_loops_are_found_by_their_own_tokens():
+    tokens = torch.tensor([1, 2, 3, *range(10, 40), *([5, 6, 7] * 9)])
+    slots, remaining = trained_slots([(3, 33), (33, 60)])
+    row = TrainingRow("row", tokens, torch.zeros(len(tokens) - 1, 3, 2), slots, remaining, torch.zeros(0), torch.zeros(0))
+    assert spans_in_loops(row).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,16 @@ def test_packs_hold_every_row_once_and_are_about_equal():
 def test_a_row_longer_than_a_batch_stays_whole():
     packs = pack([2, 100, 2], [0, 1, 2], 10)
     assert [index for indices in packs for index in indices] == [0, 1, 2]
+
+
+def test_a_step_is_split_into_equal_batches_without_losing_a_row():
+    lengths = [5, 9, 3, 7, 6, 4, 8, 2, 11, 1, 900]
+    batches = split(lengths, range(10), 20)
+    assert sorted(index for batch in batches for index in batch) == list(range(10))
+    assert [sum(lengths[index] for index in batch) for batch in batches] == [19, 19, 18]
+    assert batches == [sorted(batch) for batch in batches]
+    assert split(lengths, [3, 10, 1], 1000) == [[3, 10, 1]]
+    assert split(lengths, [10], 20) == [[10]]
 
 
 def test_order_is_a_function_of_seed_and_epoch():

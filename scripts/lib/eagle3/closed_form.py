@@ -41,11 +41,11 @@ class Moments:
     def solve(self, features: slice, cross: Tensor) -> Tensor:
         """Ridge solution of `features` for the sums `cross` of the same rows."""
         gram = self.gram[features, features]
-        return torch.linalg.solve(gram + RIDGE * self.count * torch.eye(len(gram)), cross)
+        return torch.linalg.solve(gram + RIDGE * self.count * torch.eye(len(gram), device=gram.device), cross)
 
 
 def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Sequence[Sample]) -> None:
-    """Write the best linear drafter for `samples` into `drafter`, whose norm and head are the target's.
+    """Write the best linear drafter for `samples` into `drafter`, whose norm and head are the target's; computed where it lies.
 
     `embedding` [V, H] is the target's. The feed-forward block and the remaining heads keep their weights but start silent,
     so that training begins at the linear drafter.
@@ -53,7 +53,7 @@ def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Sequence[Sam
     size = drafter.config.hidden_size
     states, tokens = slice(0, 3 * size), slice(3 * size, 4 * size)
     used = enough(samples, 4 * size)
-    scale = torch.cat([sample.aux.float() for sample in used]).square().mean(0).sqrt().flatten()
+    scale = torch.cat([mean_square(drafter, used, place) for place in range(3)]).sqrt().to(drafter.fc.weight.device)
     goal = scale[-size:].square().mean().sqrt() / drafter.norm.weight.detach()
     moments = measure(drafter, embedding, used, scale, goal)
     whole = moments.solve(slice(0, 4 * size), moments.cross)
@@ -76,15 +76,27 @@ def enough(samples: Sequence[Sample], features: int) -> list[Sample]:
     return used
 
 
+def mean_square(drafter: Drafter, samples: Sequence[Sample], place: int) -> Tensor:
+    """Mean square [H] of what `fc` sees of the states at the boundary in `place`; one at a time, as all would fill the memory."""
+    return torch.cat([seen(drafter, sample.aux[:, place]) for sample in samples]).square_().mean(0)
+
+
+def seen(drafter: Drafter, aux: Tensor) -> Tensor:
+    """What `fc` sees of states `aux` [n, …, H], in float32: with `fc_norm`, whose weights are one at the start, their normed form."""
+    aux = aux.float()
+    return functional.rms_norm(aux, aux.shape[-1:], eps=drafter.config.rms_norm_eps) if drafter.config.fc_norm else aux
+
+
 def measure(drafter: Drafter, embedding: Tensor, samples: Sequence[Sample], scale: Tensor, goal: Tensor) -> Moments:
     """Moments of `samples`: states over `scale` [3H], and `final` times `goal` [H], which undoes the last norm's weight."""
     size = drafter.config.hidden_size
-    gram, cross, count = torch.zeros(4 * size, 4 * size), torch.zeros(4 * size, size), 0
+    device = goal.device
+    gram, cross, count = torch.zeros(4 * size, 4 * size, device=device), torch.zeros(4 * size, size, device=device), 0
     for sample in samples:
-        normed = functional.rms_norm(embedding[sample.next_tokens].float(), (size,), eps=drafter.config.rms_norm_eps)
-        features = torch.cat([sample.aux.flatten(1).float() / scale, normed], 1)
+        normed = functional.rms_norm(embedding[sample.next_tokens].to(device).float(), (size,), eps=drafter.config.rms_norm_eps)
+        features = torch.cat([seen(drafter, sample.aux.to(device)).flatten(1) / scale, normed], 1)
         gram.addmm_(features.T, features)
-        cross.addmm_(features.T, sample.final.float() * goal)
+        cross.addmm_(features.T, sample.final.to(device).float() * goal)
         count += len(features)
     return Moments(gram, cross, count)
 
@@ -92,7 +104,7 @@ def measure(drafter: Drafter, embedding: Tensor, samples: Sequence[Sample], scal
 def low_rank(weights: Tensor, second_moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """`read` [H, R] and `write` [R, H] whose product is nearest to `weights` [H, H] on inputs of `second_moment` [H, H]."""
     size = len(weights)
-    root = torch.linalg.cholesky(second_moment + 1e-3 * torch.eye(size))
+    root = torch.linalg.cholesky(second_moment + 1e-3 * torch.eye(size, device=weights.device))
     left, values, right = torch.linalg.svd(root.T @ weights, full_matrices=False)
     read = torch.linalg.solve(root.T, left[:, :rank] * values[:rank].sqrt())
     return read, values[:rank].sqrt()[:, None] * right[:rank]
@@ -107,7 +119,7 @@ def look_at_own_token(drafter: Drafter, embedding: Tensor, read: Tensor, write: 
     attention, config = drafter.midlayer.self_attn, drafter.config
     size, width = config.hidden_size, config.head_dim
     shared = config.num_attention_heads // config.num_key_value_heads
-    probe = own_token_probe(embedding, width, config.rms_norm_eps)
+    probe = own_token_probe(embedding, width, config.rms_norm_eps).to(read.device)
     drafter.midlayer.input_layernorm.weight.fill_(1.0)
     drafter.midlayer.mlp.down_proj.weight.zero_()
     attention.o_proj.weight.zero_()

@@ -34,6 +34,7 @@ COPIED = (
     "bos_token_id",
     "eos_token_id",
 )
+SWITCHES = ("fc_norm", "norm_output")  # of EAGLE-3.1, written where they are on
 
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:
@@ -70,6 +71,7 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
         "rope_scaling": {key: value for key, value in rope.items() if key != "rope_theta"} if scaled else None,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": to_sglang(config.boundaries), "use_aux_hidden_state": True},
         "eagle_aux_hidden_state_layer_ids": to_vllm(config.boundaries),
+        **{name: True for name in SWITCHES if getattr(config, name)},
     }
 
 
@@ -102,7 +104,8 @@ def load_config(path: Path) -> DrafterConfig:
     try:
         data = json.loads(path.read_text())
         boundaries = from_sglang(data["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-        config = DrafterConfig(**{name: data[name] for name in COPIED}, boundaries=tuple(boundaries))
+        switches = {name: data.get(name, False) for name in SWITCHES}
+        config = DrafterConfig(**{name: data[name] for name in COPIED}, **switches, boundaries=tuple(boundaries))
         expected = config_json(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else error

@@ -3,11 +3,15 @@
 Shapes: H hidden size, D draft vocabulary.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from scripts.lib.eagle3.foreign import engine_tensors
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.eagle3.target import NORM, TargetWeights
+from scripts.lib.ground.errors import StageError
 
 STANDARD_DEVIATION = 0.02
 
@@ -51,3 +55,31 @@ def layer_weights(drafter: Drafter, target: TargetWeights) -> dict[str, Tensor]:
         if tensor is not None and tuple(tensor.shape) in (shape, (*shape[:-1], shape[-1] // 2)):
             found[name] = tensor
     return found
+
+
+def start_from(drafter: Drafter, folder: Path, target: TargetWeights) -> list[str]:
+    """Take over the weights of another drafter for the same target, in `folder` as SGLang loads it; the names taken.
+
+    Its draft vocabulary may be another one: head rows of tokens that it lacks are the target's.
+    Raises StageError when a weight is missing or has another shape.
+    """
+    found = engine_tensors(folder)
+    parameters = dict(drafter.named_parameters())
+    wrong = [
+        f"{name} is {list(found[name].shape) if name in found else 'missing'}, must be {list(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name != "lm_head.weight" and (name not in found or found[name].shape != parameter.shape)
+    ]
+    size = drafter.config.hidden_size
+    tables = [name for name in ("lm_head.weight", "d2t") if name not in found]
+    if wrong or tables or found["lm_head.weight"].shape != (len(found["d2t"]), size):
+        raise StageError(
+            f"{folder}: {'; '.join([*wrong, *(f'{name} is missing' for name in tables)]) or 'lm_head.weight does not fit d2t'}: "
+            "not a drafter of this target and these settings; look at it with `python -m scripts.export --check`"
+        )
+    head = target.head().clone()
+    head[torch.arange(len(found["d2t"])) + found["d2t"]] = found["lm_head.weight"].to(head.dtype)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(head[drafter.target_ids] if name == "lm_head.weight" else found[name])
+    return sorted(parameters)

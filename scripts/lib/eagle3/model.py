@@ -19,7 +19,10 @@ UNREAD_ROPE_KEYS = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Sizes of a drafter and the target layers that it listens to, as boundary ids."""
+    """Sizes of a drafter and the target layers that it listens to, as boundary ids.
+
+    EAGLE-3.1: `fc_norm` norms each of the target's states before `fc`, `norm_output` feeds back states behind `norm`, not before it.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -34,9 +37,13 @@ class DrafterConfig:
     boundaries: tuple[int, ...]
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
 
     @classmethod
-    def from_target(cls, target: PretrainedConfig, draft_vocab_size: int, boundaries: tuple[int, ...]) -> "DrafterConfig":
+    def from_target(
+        cls, target: PretrainedConfig, draft_vocab_size: int, boundaries: tuple[int, ...], fc_norm: bool = False, norm_output: bool = False
+    ) -> "DrafterConfig":
         """Take sizes, rotary embedding and positions from the target's config, or its text part when it has several."""
         text = target.get_text_config()
         rope = {key: value for key, value in text.rope_parameters.items() if key not in UNREAD_ROPE_KEYS}
@@ -56,6 +63,8 @@ class DrafterConfig:
             boundaries=tuple(boundaries),
             bos_token_id=text.bos_token_id,
             eos_token_id=text.eos_token_id,
+            fc_norm=fc_norm,
+            norm_output=norm_output,
         )
 
 
@@ -176,7 +185,7 @@ class MidLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """EAGLE-3 drafter: `fc` fuses three target states, one decoder layer drafts, its output before `norm` is fed back."""
+    """EAGLE-3 drafter: `fc` fuses three target states, one decoder layer drafts, its output is fed back."""
 
     d2t: Tensor
     t2d: Tensor
@@ -186,6 +195,8 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.boundaries) * config.hidden_size, config.hidden_size, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.boundaries)
         self.midlayer = MidLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -199,13 +210,20 @@ class Drafter(nn.Module):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Features [T, H] from the target's states `aux` [T, 3H] or [T, 3, H] at the boundaries."""
+        if self.config.fc_norm:
+            states = aux.unflatten(1, (len(self.fc_norm), -1)) if aux.dim() == 2 else aux
+            aux = torch.stack([norm(state) for norm, state in zip(self.fc_norm, states.unbind(1), strict=True)], 1)
         return self.fc(aux.flatten(1))
+
+    def fed_back(self, states: Tensor) -> Tensor:
+        """What the next draft step takes as features [T, H] after draft `states` [T, H] before `norm`."""
+        return self.norm(states) if self.config.norm_output else states
 
     def decode(self, embeds: Tensor, hidden: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
         """Draft states [T, H] before `norm`: each token sees the cache, the tokens before it, and itself.
 
         `embeds` [T, H] are the embedded *next* tokens, `hidden` [T, H] is `fuse(aux)` of the tokens themselves or, while
-        drafting, the state of the step before; `positions` [T]. Appends T tokens to `cache`.
+        drafting, what is `fed_back` of the step before; `positions` [T]. Appends T tokens to `cache`.
         """
         attention = self.midlayer.self_attn
         inputs = self.midlayer.inputs(embeds, hidden)

@@ -31,12 +31,12 @@ class DraftChain:
         self.last = states[-1:]
 
     def propose(self) -> list[int]:
-        """K drafts, as target ids: each step feeds back its own state before the norm; what it adds to the cache is forgotten."""
+        """K drafts, as target ids: each step feeds back its own state; what it adds to the cache is forgotten."""
         length, state = self.cache.length, self.last
         drafts = [self._choice(state)]
         for position in range(length, length + self.steps - 1):
             place = torch.tensor([position], device=state.device)
-            state = self.drafter.decode(self.embedding(drafts[-1]), state, place, self.cache)
+            state = self.drafter.decode(self.embedding(drafts[-1]), self.drafter.fed_back(state), place, self.cache)
             drafts.append(self._choice(state))
         self.cache.crop(length)
         return torch.cat(drafts).tolist()

@@ -94,3 +94,21 @@ def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> lis
         packs[int(middle * count / total)].append(index)
         before += lengths[index]
     return [indices for indices in packs if indices]
+
+
+def split(lengths: Sequence[int], indices: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
+    """Cut the rows `indices` into as few sets of about `limit` as can be, as equal as whole rows allow; a set keeps their order.
+
+    Their number is a `multiple`; with fewer rows than that some are empty.
+
+    The longest row goes first, each to the set that holds least so far.
+    """
+    count = min(max(round(sum(lengths[index] for index in indices) / limit), 1), len(indices))
+    count = -(-count // multiple) * multiple
+    sets: list[list[int]] = [[] for _ in range(count)]
+    held = [0] * count
+    for place in sorted(range(len(indices)), key=lambda place: (-lengths[indices[place]], place)):
+        least = held.index(min(held))
+        sets[least].append(place)
+        held[least] += lengths[indices[place]]
+    return [[indices[place] for place in sorted(places)] for places in sets]

@@ -1,119 +1,123 @@
-"""What a drafter is worth on rows it has not seen.
+"""What a drafter is worth on rows it has not seen. All of it stays on the device until the end.
 
-Shapes: Q slots of a batch, M slots active at one step.
+Shapes: Q slots of a batch, M slots active at one step, K draft steps, S loss spans of a batch.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.lib.eagle3.model import Drafter
-from scripts.lib.training.batches import Batch
-from scripts.lib.training.loss import CHUNK_ROWS, Teacher, soft_cross_entropy_
+from scripts.lib.training.batches import TrainingRow
+from scripts.lib.training.loss import CHUNK_ROWS
+from scripts.lib.training.ranks import add_up
 from scripts.lib.training.repetition import ends_in_loop
-from scripts.lib.training.unroll import Step, unroll
+from scripts.lib.training.stepping import Drafts, Stepper
+
+PLAIN, LOOPS = 0, 1
 
 
-@dataclass
-class Walk:
-    """Verify cycles walked over rows, and the drafts that they accepted."""
-
-    cycles: int = 0
-    accepted: int = 0
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens a cycle, the target's own one included; None when no cycle was walked."""
-        return 1 + self.accepted / self.cycles if self.cycles else None
-
-
-@dataclass
 class Tally:
-    """Sums over batches: losses and hits of each step, walks over plain rows and over rows that end in a loop."""
+    """Sums over batches: losses, hits and slots of each step [K]; verify cycles and accepted drafts [2, 2], of plain spans and of loops."""
 
-    loss: list[float]
-    hits: list[int]
-    slots: list[int]
-    plain: Walk = field(default_factory=Walk)
-    loops: Walk = field(default_factory=Walk)
+    def __init__(self, steps: int, device: torch.device | str = "cpu") -> None:
+        self.loss = torch.zeros(steps, dtype=torch.float64, device=device)
+        self.hits, self.slots = (torch.zeros(steps, dtype=torch.int64, device=device) for _ in range(2))
+        self.walks = torch.zeros(2, 2, dtype=torch.int64, device=device)
 
-    @classmethod
-    def empty(cls, steps: int) -> "Tally":
-        """Nothing seen yet of `steps` draft steps."""
-        return cls([0.0] * steps, [0] * steps, [0] * steps)
+    def walk(self, accepted: Tensor, remaining: Tensor, loops: Tensor) -> None:
+        """Walk every span of a batch; `loops` bool[S] says which ones end in a loop."""
+        firsts = span_starts(remaining)
+        walked = walks(accepted, remaining)[firsts]
+        self.walks.index_add_(0, loops.to(accepted.device, torch.int64), walked)
 
     def figures(self, decay: float) -> dict[str, Any]:
         """Means: loss (as in training), accuracy of each step, simulated accept length of plain rows, of loops and of all."""
-        means = [loss / count for loss, count in zip(self.loss, self.slots, strict=True) if count]
-        both = Walk(self.plain.cycles + self.loops.cycles, self.plain.accepted + self.loops.accepted)
+        counts = self.slots.tolist()
+        means = [loss / count for loss, count in zip(self.loss.tolist(), counts, strict=True) if count]
+        plain, loops = self.walks.tolist()
         return {
             "loss": sum(decay**step * mean for step, mean in enumerate(means)),
             "step_losses": means,
-            "accuracies": [hits / count for hits, count in zip(self.hits, self.slots, strict=True) if count],
-            "accept_length": self.plain.accept_length,
-            "accept_length_loops": self.loops.accept_length,
-            "accept_length_all": both.accept_length,
-            "cycles": self.plain.cycles,
-            "cycles_loops": self.loops.cycles,
+            "accuracies": [hits / count for hits, count in zip(self.hits.tolist(), counts, strict=True) if count],
+            "accept_length": accept_length(*plain),
+            "accept_length_loops": accept_length(*loops),
+            "accept_length_all": accept_length(plain[0] + loops[0], plain[1] + loops[1]),
+            "cycles": plain[0],
+            "cycles_loops": loops[0],
         }
 
 
+def accept_length(cycles: int, accepted: int) -> float | None:
+    """Tokens a cycle, the target's own one included; None when no cycle was walked."""
+    return 1 + accepted / cycles if cycles else None
+
+
 @torch.no_grad()
-def evaluate(drafter: Drafter, teacher: Teacher, batches: Iterable[Batch], steps: int, decay: float) -> dict[str, Any]:
-    """Figures of `drafter` on `batches`, drafting `steps` ahead."""
-    tally = Tally.empty(steps)
-    for batch in batches:
-        unrolled = unroll(drafter, teacher.embedding, batch, steps)
-        scores = [score(drafter, teacher, batch, number, step) for number, step in enumerate(unrolled)]
-        for number, (hits, loss) in enumerate(scores):
+def evaluate(stepper: Stepper, batches: Iterable[tuple[Any, Tensor]], steps: int) -> dict[str, Any]:
+    """Figures of the stepper's drafter, `steps` ahead, on `batches`; with each comes bool[S], which of its spans end in a loop."""
+    tally = Tally(steps, stepper.recipe.device)
+    for batch, loops in batches:
+        drafts = stepper.drafts(batch, steps)
+        hits = torch.zeros(steps, len(batch.remaining), dtype=torch.bool, device=batch.remaining.device)
+        for number, draft in enumerate(drafts):
+            right, loss = score(stepper, batch, number, draft)
+            hits[number, draft.active] = right
             tally.loss[number] += loss
-            tally.hits[number] += int(hits.sum())
-            tally.slots[number] += len(hits)
-        walk_rows(batch, accepted_drafts([hits for hits, _ in scores], unrolled, len(batch.slots)), tally)
-    return tally.figures(decay)
+            tally.slots[number] += len(right)
+        tally.hits += hits.sum(1)
+        tally.walk(accepted_drafts(hits), batch.remaining, loops)
+    add_up(tally.loss, tally.hits, tally.slots, tally.walks)
+    return tally.figures(stepper.recipe.decay)
 
 
-def score(drafter: Drafter, teacher: Teacher, batch: Batch, number: int, step: Step) -> tuple[Tensor, float]:
-    """Which active slots [M] of `step`, the `number`-th, draft what the target chooses, and their summed loss.
+def score(stepper: Stepper, batch: Any, number: int, draft: Drafts) -> tuple[Tensor, Tensor]:
+    """Which active slots bool[M] of step `number` draft what the target chooses, and their summed loss f64.
 
     A token outside the draft vocabulary counts as a miss.
     """
-    taught = step.active + number
-    choices, loss = [], 0.0
-    for states, index in zip(step.states.split(CHUNK_ROWS), taught.split(CHUNK_ROWS), strict=True):
-        logits = drafter.logits(states).float()
+    drafter, taught = stepper.weights.compute, draft.active + number
+    choices, loss = [], torch.zeros((), dtype=torch.float64, device=taught.device)
+    for states, index in zip(draft.states.split(CHUNK_ROWS), taught.split(CHUNK_ROWS), strict=True):
+        logits, goal = stepper.scores(states, batch.final[index])
         choices.append(logits.argmax(-1))
         share = torch.ones(len(index), device=logits.device)
-        loss += soft_cross_entropy_(logits, teacher.probabilities(batch.final[index]), share).sum().item()
+        loss += stepper.recipe.objective(logits, goal, share).sum()
     return drafter.target_ids[torch.cat(choices)] == batch.argmax[taught], loss
 
 
-def accepted_drafts(hits: Sequence[Tensor], steps: Sequence[Step], count: int) -> list[int]:
-    """How many drafts a cycle that starts at each of `count` slots gets accepted: hits in a row from step 0."""
-    accepted = torch.zeros(count, dtype=torch.int64, device=hits[0].device)
-    running = torch.ones(count, dtype=torch.bool, device=hits[0].device)
-    for step_hits, step in zip(hits, steps, strict=True):
-        here = torch.zeros_like(running)
-        here[step.active] = step_hits
-        running &= here
-        accepted += running
-    return accepted.tolist()
+def accepted_drafts(hits: Tensor) -> Tensor:
+    """How many drafts a cycle that starts at each slot gets accepted, i64[Q]: `hits` bool[K, Q] in a row from step 0."""
+    return hits.long().cumprod(0).sum(0)
 
 
-def walk_rows(batch: Batch, accepted: Sequence[int], tally: Tally) -> None:
-    """Walk every span of every row of `batch` cycle by cycle: a cycle at a slot jumps over its accepted drafts and the bonus token."""
-    remaining, tokens, slots = batch.remaining.tolist(), batch.next_tokens.tolist(), batch.slots.tolist()
-    first = 0
-    while first < len(slots):
-        end = first + remaining[first]
-        span = tokens[slots[first] : slots[end - 1] + 1]
-        walk = tally.loops if ends_in_loop(span) else tally.plain
-        place = first
-        while place < end:
-            walk.cycles += 1
-            walk.accepted += accepted[place]
-            place += accepted[place] + 1
-        first = end
+def span_starts(remaining: Tensor) -> Tensor:
+    """The first slot of each span, i64[S], from `remaining` i64[Q]; filler has nothing remaining."""
+    ended = torch.cat([remaining.new_ones(1), remaining[:-1]]) == 1
+    return (ended & (remaining > 0)).nonzero().flatten()
+
+
+def walks(accepted: Tensor, remaining: Tensor) -> Tensor:
+    """Verify cycles and accepted drafts, i64[Q, 2], of walking from each slot to the end of its span.
+
+    A cycle at a slot jumps over its `accepted` drafts and the bonus token. All slots walk at once: each round doubles how far
+    their sums reach, so that a span of n slots needs log2(n) rounds.
+    """
+    count = len(accepted)
+    own = torch.stack([torch.ones_like(accepted), accepted], 1)
+    sums = torch.cat([own, own.new_zeros(1, 2)])
+    place = torch.arange(count, device=accepted.device)
+    jump = torch.where(accepted + 1 < remaining, place + accepted + 1, count)
+    jump = torch.cat([jump, jump.new_full((1,), count)])
+    for _ in range(count.bit_length()):
+        sums = sums + sums[jump]
+        jump = jump[jump]
+    return sums[:count]
+
+
+def spans_in_loops(row: TrainingRow) -> Tensor:
+    """Which spans of `row` end in a loop, bool[S]: a drafter looks good on them whatever it has learnt."""
+    tokens, slots, remaining = row.tokens[1:].tolist(), row.slots.tolist(), row.remaining.tolist()
+    firsts: Sequence[int] = span_starts(row.remaining).tolist()
+    return torch.tensor([ends_in_loop(tokens[slots[first] : slots[first + remaining[first] - 1] + 1]) for first in firsts])

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from scripts.lib.eagle3.closed_form import Sample, closed_form_start
-from scripts.lib.eagle3.initial import initialise, warm_start
+from scripts.lib.eagle3.initial import initialise, start_from, warm_start
 from scripts.lib.eagle3.layers import checked_boundaries
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.eagle3.target import TargetWeights
@@ -73,15 +73,18 @@ def check_fit(path: Path, hidden: Manifest, target: TargetWeights, vocabulary: V
     return tuple(checked_boundaries(hidden.facts["boundaries"], text.num_hidden_layers))
 
 
-def new_drafter(inputs: Inputs, settings: TrainSettings) -> tuple[Drafter, list[str]]:
-    """A drafter at its start in float32, and the names of what it took over from the target."""
+def new_drafter(inputs: Inputs, settings: TrainSettings, device: str) -> tuple[Drafter, list[str]]:
+    """A drafter at its start in float32 on `device`, and the names of what it took over from the target."""
     vocabulary = inputs.vocabulary
-    config = DrafterConfig.from_target(inputs.target.config, len(vocabulary.d2t), inputs.boundaries)
+    config = DrafterConfig.from_target(inputs.target.config, len(vocabulary.d2t), inputs.boundaries, settings.fc_norm, settings.norm_output)
     drafter = Drafter(config, vocabulary.d2t, vocabulary.t2d).float()
     initialise(drafter, settings.seed)
+    if settings.start_from:
+        return drafter.to(device), start_from(drafter, Path(settings.start_from), inputs.target)
     if not settings.warm_start:
-        return drafter, []
+        return drafter.to(device), []
     taken = warm_start(drafter, inputs.target)
+    drafter.to(device)
     closed_form_start(drafter, inputs.target.embedding(), [sample(row) for row in inputs.train.rows])
     return drafter, taken
 

@@ -1,4 +1,4 @@
-"""Soft cross-entropy against the target on the draft vocabulary, without logits of more than one chunk at a time.
+"""Losses against the target on the draft vocabulary, without logits of more than one chunk at a time.
 
 Shapes: Q slots, M draft states of all steps together, H hidden size, D draft vocabulary, V target vocabulary.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from scripts.lib.eagle3.model import Drafter
+from scripts.lib.training.objectives import Objective
 from scripts.lib.training.unroll import Step
 
 CHUNK_ROWS = 512  # logits of a chunk stay under 32 MiB at D = 8192: larger blocks are mapped afresh by the C library at every use
@@ -37,15 +38,16 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Row m of M is taught by `probabilities[index[m]]` f32[D] and counts `share[m]`."""
+    """Row m of M is taught by `probabilities[index[m]]` f32[D], judged by `judge`, and counts `share[m]`."""
 
     probabilities: Tensor
     index: Tensor
     share: Tensor
+    judge: Objective
 
 
-class SoftCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of `states @ weight.T` against a lesson.
+class Judged(torch.autograd.Function):
+    """The objective of `states @ weight.T` against a lesson.
 
     Gradients are made in the forward pass chunk by chunk, for the weighted sum of rows, so no chunk is built twice.
     """
@@ -65,7 +67,7 @@ class SoftCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + CHUNK_ROWS)
                 inputs = states[part].to(dtype)
                 logits = (inputs @ head.T).float()
-                losses[part] = soft_cross_entropy_(logits, lesson.probabilities[lesson.index[part]], lesson.share[part])
+                losses[part] = lesson.judge(logits, lesson.probabilities[lesson.index[part]], lesson.share[part])
                 gradient = logits.to(dtype)
                 grad_states[part] = gradient @ head
                 grad_weight += gradient.T @ inputs
@@ -80,23 +82,16 @@ class SoftCrossEntropy(torch.autograd.Function):
         return grad_states * grad, grad_weight * grad, None
 
 
-def soft_cross_entropy_(logits: Tensor, goal: Tensor, share: Tensor) -> Tensor:
-    """Losses [m] of `logits` [m, D] against `goal` [m, D]; both are overwritten, `logits` by its gradient times `share` [m]."""
-    aimed = torch.linalg.vecdot(goal, logits)
-    highest = logits.amax(-1, keepdim=True)
-    total = logits.sub_(highest).exp_().sum(-1, keepdim=True)
-    logits.mul_(share[:, None] / total).sub_(goal.mul_(share[:, None]))
-    return (highest + total.log())[:, 0] - aimed
-
-
-def unrolled_loss(steps: Sequence[Step], drafter: Drafter, probabilities: Tensor, decay: float) -> tuple[Tensor, list[float]]:
-    """Sum over steps s of decay^s times the mean loss over the slots trained at s; and those means, one a step.
+def unrolled_loss(
+    steps: Sequence[Step], drafter: Drafter, probabilities: Tensor, weights: Sequence[float], judge: Objective
+) -> tuple[Tensor, Tensor]:
+    """Sum over steps s of `weights[s]` times the summed loss of the slots trained at s; and those sums f32[K].
 
     `probabilities` [Q, D] of the teacher; slot q at step s is taught by row q + s.
     """
     states = drafter.norm(torch.cat([step.states for step in steps]))
     index = torch.cat([step.active + number for number, step in enumerate(steps)])
     counts = [len(step.active) for step in steps]
-    share = torch.cat([torch.full((count,), decay**number / count, device=index.device) for number, count in enumerate(counts)])
-    total, losses = SoftCrossEntropy.apply(states, drafter.lm_head.weight, Lesson(probabilities, index, share))
-    return total, [part.mean().item() for part in losses.split(counts)]
+    share = torch.cat([torch.full((count,), weight, device=index.device) for weight, count in zip(weights, counts, strict=False)])
+    total, losses = Judged.apply(states, drafter.lm_head.weight, Lesson(probabilities, index, share, judge))
+    return total, torch.stack([part.sum() for part in losses.split(counts)])

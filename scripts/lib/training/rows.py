@@ -3,7 +3,7 @@
 Shapes: T tokens of a shard, S trained slots of a row, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ from scripts.lib.ground.manifest import Manifest, checked_shard
 from scripts.lib.states.format import HiddenShard
 from scripts.lib.states.reader import check_finite, read_shard
 from scripts.lib.training.batches import TrainingRow
+from scripts.lib.training.slots import trained_slots
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def shard_rows(path: Path, shard: HiddenShard) -> Iterator[TrainingRow]:
         inside = [(first - start, last - start) for first, last in spans if start <= first and last <= end]
         slots, remaining = trained_slots(inside)
         length = int(slots[-1]) + 1 if len(slots) else 0
-        teachers = teacher_rows(path, shard, slots + 1 + start)
+        teachers = unbroken(teacher_rows(path, shard, slots + 1 + start))
         yield TrainingRow(
             id=shard.ids[number],
             tokens=shard.input_ids[start : start + length + 1],
@@ -66,16 +67,10 @@ def shard_rows(path: Path, shard: HiddenShard) -> Iterator[TrainingRow]:
         )
 
 
-def trained_slots(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Slots trained at step 0 of a row with loss `spans` [start, end), and how many of the span are left at each: both i64[S].
-
-    Slot t predicts token t + 2 from token t + 1: both must lie in one span, so it runs from start - 1 to end - 3.
-    A span at the very start of a row has no slot before it.
-    """
-    ranges = [range(max(start - 1, 0), end - 2) for start, end in spans]
-    slots = [slot for positions in ranges for slot in positions]
-    remaining = [positions.stop - slot for positions in ranges for slot in positions]
-    return torch.tensor(slots, dtype=torch.int64), torch.tensor(remaining, dtype=torch.int64)
+def unbroken(places: Tensor) -> slice | Tensor:
+    """Ascending `places` i64[S] as a range if none is left out, so that states stay in the mapped file."""
+    whole = len(places) > 0 and int(places[-1]) - int(places[0]) + 1 == len(places)
+    return slice(int(places[0]), int(places[-1]) + 1) if whole else places
 
 
 def teacher_rows(path: Path, shard: HiddenShard, positions: Tensor) -> Tensor:

@@ -1,37 +1,38 @@
 """Which rows each optimizer step sees, and with which learning rate: functions of settings alone."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.lib.training.batches import TrainingRow, epoch_order, pack
+from scripts.lib.training.batches import TrainingRow, epoch_order, pack, split
 from scripts.lib.training.settings import TrainSettings
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One optimizer step: its epoch (from 0), indices of its rows, its learning rate, and how many draft steps it unrolls."""
+    """One optimizer step: its epoch (from 0), indices of the rows of each batch, its learning rate, and how many draft steps it unrolls."""
 
     epoch: int
-    rows: tuple[int, ...]
+    batches: tuple[tuple[int, ...], ...]
     learning_rate: float
     draft_steps: int
 
 
-def plan(rows: tuple[TrainingRow, ...], settings: TrainSettings) -> list[PlannedStep]:
-    """All steps of a run over `rows`.
+def plan(rows: Sequence[TrainingRow], settings: TrainSettings, ranks: int = 1) -> list[PlannedStep]:
+    """All steps of a run over `rows`, the rows of each in batches for `ranks` processes.
 
     The first half of them drafts one step only, which costs a third: later steps build on the first one, and learn from a good one.
     """
     lengths = [len(row.slots) for row in rows]
     packs = [
-        (epoch, tuple(indices))
+        (epoch, tuple(tuple(batch) for batch in split(lengths, indices, settings.micro_tokens, ranks)))
         for epoch in range(settings.epochs)
         for indices in pack(lengths, epoch_order(len(rows), settings.seed, epoch), settings.batch_tokens)
     ]
     single = len(packs) // 2
     return [
-        PlannedStep(epoch, indices, learning_rate(step, len(packs), settings), 1 if step < single else settings.ttt_steps)
-        for step, (epoch, indices) in enumerate(packs)
+        PlannedStep(epoch, batches, learning_rate(step, len(packs), settings), 1 if step < single else settings.ttt_steps)
+        for step, (epoch, batches) in enumerate(packs)
     ]
 
 

@@ -4,10 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from scripts.lib.training.objectives import objective
+from scripts.lib.training.stepping import Recipe
+
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train. `batch_tokens` counts trained tokens of one optimizer step, in whole rows: it sets the noise of a step."""
+    """How to train. `batch_tokens` counts trained tokens of one optimizer step, in whole rows: it sets the noise of a step.
+
+    `micro_tokens` counts those that are computed at a time: it sets the memory.
+    """
 
     name: str
     seed: int
@@ -22,8 +30,22 @@ class TrainSettings:
     precision: str
     eval_every: int
     checkpoint_every: int
+    micro_tokens: int = 8192
+    loss: str = "soft"
+    kl_scale: float = 1.0
+    kl_decay: float = 1.0
+    fc_norm: bool = False
+    norm_output: bool = False
+    start_from: str | None = None
+    patience: int = 0
+    keep_best: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "TrainSettings":
         """From the stage's settings `{"drafter": {...}, "name", "seed"}`."""
         return cls(name=settings["name"], seed=settings["seed"], **settings["drafter"])
+
+    def recipe(self, device: str) -> Recipe:
+        """How a step is computed on `device`."""
+        judge = objective(self.loss, self.kl_scale, self.kl_decay)
+        return Recipe(getattr(torch, self.precision), device, self.ttt_decay, self.clip, judge)

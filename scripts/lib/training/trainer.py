@@ -1,101 +1,182 @@
-"""The training loop."""
+"""The training loop, the same on every device: a `Stepper` computes, the loop plans, records, evaluates and saves."""
 
-import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.lib.eagle3.export import save_drafter
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.progress import Progress
-from scripts.lib.training.batches import Batch, TrainingRow, collate, pack
+from scripts.lib.training import ranks
+from scripts.lib.training.batches import TrainingRow, pack
 from scripts.lib.training.checkpoints import State, restore, save_state
 from scripts.lib.training.curves import eval_columns
-from scripts.lib.training.evaluation import evaluate
-from scripts.lib.training.loss import Teacher, unrolled_loss
+from scripts.lib.training.evaluation import evaluate, spans_in_loops
+from scripts.lib.training.flops import Work, work_of
+from scripts.lib.training.loss import Teacher
+from scripts.lib.training.memory import estimate
+from scripts.lib.training.packed import Capacity
+from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.schedule import PlannedStep, plan
 from scripts.lib.training.settings import TrainSettings
-from scripts.lib.training.unroll import unroll
+from scripts.lib.training.speed import Speed
+from scripts.lib.training.stepping import Recipe, StepFigures, Stepper
 
-BETAS = (0.9, 0.95)
+log = logging.getLogger(__name__)
+GOAL = "eval_accept_length_all"
+
+
+def new_stepper(drafter: Drafter, teacher: Teacher, recipe: Recipe, capacity: Capacity) -> Stepper:
+    """What computes steps on the recipe's device, in batches of up to `capacity`."""
+    if torch.device(recipe.device).type != "cuda":
+        return RowStep(drafter, teacher, recipe)
+    from scripts.lib.training.packed_step import PackedStep  # takes seconds to import, which a CPU need not wait for
+
+    return PackedStep(drafter, teacher, recipe, capacity)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step whose figures have not been looked at yet, its slots of each draft step, its row of the curve, the ids of its rows."""
+
+    figures: StepFigures
+    counts: tuple[int, ...]
+    row: dict[str, Any]
+    ids: list[str]
 
 
 class Trainer:
     """Trains one drafter; every step is a function of settings, rows and the weights before it."""
 
-    def __init__(self, drafter: Drafter, teacher: Teacher, rows: tuple[TrainingRow, ...], settings: TrainSettings, device: str) -> None:
-        self.drafter, self.settings, self.device, self.rows = drafter.to(device), settings, device, rows
-        self.teacher = teacher.to(device)
-        self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
-        self.steps = plan(rows, settings)
+    def __init__(
+        self,
+        drafter: Drafter,
+        teacher: Teacher,
+        rows: tuple[tuple[TrainingRow, ...], tuple[TrainingRow, ...]],
+        settings: TrainSettings,
+        device: str,
+    ) -> None:
+        """`rows` to train on, and held-out ones."""
+        self.settings, (self.rows, self.heldout) = settings, rows
+        self.steps = plan(self.rows, settings, ranks.count())
+        limit = min(settings.micro_tokens, settings.batch_tokens)
+        held = pack([len(row.slots) for row in self.heldout], range(len(self.heldout)), limit)
+        self.held = ranks.mine(held)
+        self.loops = [spans_in_loops(row) for row in self.heldout]
+        planned = [self.rows_of(batch) for step in self.steps for batch in step.batches if batch]
+        self.capacity = Capacity.of(*planned, *([self.heldout[index] for index in indices] for indices in held))
+        self.stepper = new_stepper(drafter, teacher, settings.recipe(device), self.capacity)
 
-    def precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Arithmetic of matrix products; weights and the residual stream stay in float32."""
-        if self.settings.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(torch.device(self.device).type, torch.bfloat16)
+    def rows_of(self, indices: Sequence[int]) -> list[TrainingRow]:
+        """The train rows `indices`."""
+        return [self.rows[index] for index in indices]
 
-    def step(self, planned: PlannedStep) -> dict[str, float]:
-        """One optimizer step; its losses and the norm of its gradient. StageError when a value is not finite."""
-        batch = collate([self.rows[index] for index in planned.rows], torch.float32, self.device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = planned.learning_rate
-        with self.precision():
-            probabilities = self.teacher.probabilities(batch.final)
-            unrolled = unroll(self.drafter, self.teacher.embedding, batch, planned.draft_steps)
-            loss, means = unrolled_loss(unrolled, self.drafter, probabilities, self.settings.ttt_decay)
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.settings.clip)
-        value, length = loss.item(), norm.item()
-        if not torch.tensor([value, length]).isfinite().all():
-            raise StageError(
-                f"loss {value} and gradient norm {length} at learning rate {planned.learning_rate:g} on rows {list(batch.ids)}: "
-                "not finite; look at these rows' states, or lower learning_rate"
-            )
-        self.optimizer.step()
-        return {"loss": value, **{f"loss_{number}": mean for number, mean in enumerate(means)}, "gradient_norm": length}
+    def share(self, planned: PlannedStep) -> list[list[TrainingRow]]:
+        """The batches of this rank in one step."""
+        return [self.rows_of(batch) for batch in ranks.mine(planned.batches) if batch]
 
-    def evaluate(self, rows: tuple[TrainingRow, ...]) -> dict[str, Any]:
-        """Figures on `rows`, in file order."""
-        steps, decay = self.settings.ttt_steps, self.settings.ttt_decay
-        with self.precision():
-            return evaluate(self.drafter, self.teacher, self.eval_batches(rows), steps, decay)
+    def step(self, planned: PlannedStep, batches: Iterator[Any], work: Work) -> StepFigures:
+        """One optimizer step on the next of `batches`."""
+        return self.stepper.train(islice(batches, len(self.share(planned))), work.counts, planned.learning_rate)
 
-    def eval_batches(self, rows: tuple[TrainingRow, ...]) -> Iterator[Batch]:
-        """`rows` in batches of the size of a training step."""
-        for indices in pack([len(row.slots) for row in rows], range(len(rows)), self.settings.batch_tokens):
-            yield collate([rows[index] for index in indices], torch.float32, self.device)
+    def evaluate(self) -> dict[str, Any]:
+        """Figures on the held-out rows."""
+        batches = self.stepper.load([[self.heldout[index] for index in indices] for indices in self.held])
+        loops = [torch.cat([self.loops[index] for index in indices]) for indices in self.held]
+        return evaluate(self.stepper, zip(batches, loops, strict=True), self.settings.ttt_steps)
 
-    def run(self, heldout: tuple[TrainingRow, ...], folder: Path) -> State:
-        """Train to the end from the last checkpoint in `folder`/partial, if there is one."""
-        state = State(self.drafter, self.optimizer, 0, [])
-        restore(folder / "partial", state)
-        tokens = [sum(len(self.rows[index].slots) for index in planned.rows) for planned in self.steps]
-        progress = Progress(folder, sum(tokens), "trained tokens", sum(tokens[: state.step]))
-        for planned in self.steps[state.step :]:
-            row = {
-                "step": state.step + 1,
-                "epoch": planned.epoch + 1,
-                "learning_rate": planned.learning_rate,
-                "draft_steps": planned.draft_steps,
-            }
-            row |= {"trained_tokens": tokens[state.step], **self.step(planned)}
-            state.step += 1
-            last = state.step == len(self.steps)
-            if last or state.step % self.settings.eval_every == 0:
-                row |= eval_columns(self.evaluate(heldout))
+    def run(self, folder: Path) -> State:
+        """Train to the end from the last checkpoint in `folder`/partial, if there is one.
+
+        The figures of a step are looked at when the next one is under way, so that a GPU never waits for this loop.
+        """
+        masters, recipe = self.stepper.weights.masters, self.stepper.recipe
+        log.info("memory, estimated: %s", estimate(masters, self.capacity, self.settings.ttt_steps, recipe.dtype))
+        state = self.resumed(folder)
+        coming = self.steps[state.step :]
+        batches = self.stepper.load([rows for step in coming for rows in self.share(step)])
+        tokens = [sum(len(row.slots) for batch in step.batches for row in self.rows_of(batch)) for step in self.steps]
+        self.speed = Speed(Progress(folder, sum(tokens), "trained tokens", sum(tokens[: state.step])), self.stepper)
+        sent: Sent | None = None
+        for planned in coming:
+            rows = [row for batch in planned.batches for row in self.rows_of(batch)]
+            work = work_of(rows, planned.draft_steps)
+            row = {"step": state.step + 1, "epoch": planned.epoch + 1, "learning_rate": planned.learning_rate}
+            row |= {"draft_steps": planned.draft_steps, "trained_tokens": work.counts[0]}
+            before, sent = sent, Sent(self.step(planned, batches, work), work.counts, row, [row.id for row in rows])
+            settle(before)
             state.curve.append(row)
-            if not last and state.step % self.settings.checkpoint_every == 0:
-                save_state(folder / "partial", state)
-            progress.add(tokens[state.step - 1], note=note(state))
+            state.step += 1
+            stop = self.after_step(state, sent, folder)
+            self.speed.add(work, note(state.curve))
+            if stop:
+                break
         return state
 
+    def resumed(self, folder: Path) -> State:
+        """Where the checkpoint stands, or the start."""
+        weights = self.stepper.weights
+        state = State(weights.masters, weights.optimizer, 0, [])
+        restore(folder / "partial", state)
+        weights.publish()
+        return state
 
-def note(state: State) -> str:
-    """The latest loss and the latest held-out accept length, for the log."""
-    evaluated = [row for row in state.curve if row.get("eval_accept_length")]
-    accept = f", held-out accept length {evaluated[-1]['eval_accept_length']:.3f}" if evaluated else ""
-    return f"epoch {state.curve[-1]['epoch']}, loss {state.curve[-1]['loss']:.3f}{accept}"
+    def after_step(self, state: State, sent: Sent, folder: Path) -> bool:
+        """Evaluate, keep the best, save a checkpoint where one is due; whether to stop here."""
+        last = state.step == len(self.steps)
+        evaluated = last or state.step % self.settings.eval_every == 0
+        due = state.step % self.settings.checkpoint_every == 0
+        if not (evaluated or due):
+            return False
+        settle(sent)
+        if evaluated:
+            sent.row.update(eval_columns(self.evaluate()))
+            if ranks.first() and self.settings.keep_best and state.curve[best_of(state.curve)] is sent.row:
+                (folder / "best").mkdir(exist_ok=True)
+                save_drafter(self.stepper.weights.masters, folder / "best")
+        stop = last or (evaluated and self.plateau(state.curve))
+        if due and not stop and ranks.first():
+            save_state(folder / "partial", state)
+        return stop
+
+    def plateau(self, curve: Sequence[dict[str, Any]]) -> bool:
+        """Whether none of the last `patience` evaluations was better than the best one before them; 0 never stops."""
+        evaluated = [row[GOAL] for row in curve if GOAL in row]
+        patience = self.settings.patience
+        stop = 0 < patience < len(evaluated) and max(evaluated[-patience:]) <= max(evaluated[:-patience])
+        if stop:
+            log.info("step %d: no better accept length in %d evaluations, stop", len(curve), patience)
+        return stop
+
+
+def settle(sent: Sent | None) -> None:
+    """Write the figures of a step into its row of the curve, once. StageError when one is not finite."""
+    if sent is None or "loss" in sent.row:
+        return
+    loss, *means, norm = torch.cat([sent.figures.loss[None], sent.figures.means, sent.figures.norm[None]]).tolist()
+    if not torch.tensor([loss, norm]).isfinite().all():
+        raise StageError(
+            f"loss {loss} and gradient norm {norm} at learning rate {sent.row['learning_rate']:g} on rows {sent.ids}: "
+            "not finite; look at these rows' states, or lower learning_rate"
+        )
+    trained = [(number, mean) for number, (mean, count) in enumerate(zip(means, sent.counts, strict=True)) if count]
+    sent.row.update({"loss": loss, **{f"loss_{number}": mean for number, mean in trained}, "gradient_norm": norm})
+
+
+def best_of(curve: Sequence[dict[str, Any]]) -> int:
+    """The place in `curve` of the best evaluation, the first of equals."""
+    return max((place for place, row in enumerate(curve) if GOAL in row), key=lambda place: (curve[place][GOAL], -place))
+
+
+def note(curve: Sequence[dict[str, Any]]) -> str:
+    """The latest loss that was looked at and the latest held-out accept length, for the log."""
+    seen = next((row for row in reversed(curve[-2:]) if "loss" in row), None)
+    evaluated = next((row for row in reversed(curve) if row.get("eval_accept_length")), None)
+    accept = f", held-out accept length {evaluated['eval_accept_length']:.3f}" if evaluated else ""
+    return f"epoch {seen['epoch']}, loss {seen['loss']:.3f}{accept}" if seen else ""

@@ -59,15 +59,15 @@ def unroll(drafter: Drafter, embedding: Tensor, batch: Batch, steps: int) -> lis
         kept = (batch.remaining[active] > step).nonzero().flatten()
         if not len(kept):
             break
-        active, states = active[kept], states[kept]
+        active, hidden = active[kept], drafter.fed_back(states[kept])
         memory.narrow(kept)
         places = batch.slots[active] + step
-        inputs = layer.inputs(embeds[places], states)
+        inputs = layer.inputs(embeds[places], hidden)
         keys, values = layer.self_attn.keys_values(inputs, batch.positions[places])
         memory.own_keys.append(keys)
         memory.own_values.append(values)
         queries = layer.self_attn.queries(inputs, batch.positions[places])
-        states = layer.finish(attend(queries, memory, batch, active), states)
+        states = layer.finish(attend(queries, memory, batch, active), hidden)
         unrolled.append(Step(states, active))
     return unrolled
 

@@ -1,0 +1,60 @@
+"""Weights in float32 that the optimizer moves, and their copies in the dtype of matrix products.
+
+A bf16 weight near 1 does not move by less than 1/256: small steps must add up somewhere finer.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+
+from scripts.lib.eagle3.model import Drafter
+from scripts.lib.training.ranks import add_up, as_first
+
+BETAS = (0.9, 0.95)
+
+
+class Masters:
+    """`masters` is the drafter in float32, `compute` the one that runs: the same one when `dtype` is float32."""
+
+    def __init__(self, masters: Drafter, dtype: torch.dtype) -> None:
+        self.masters = masters
+        as_first([parameter.data for parameter in masters.parameters()])
+        self.compute = masters if dtype == torch.float32 else copy.deepcopy(masters).to(dtype)
+        self.optimizer = torch.optim.AdamW(masters.parameters(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+
+    def take_gradients(self, head: Tensor) -> None:
+        """Add to the masters' gradients what lies in the copies', and `head` f32[D, H] of the output head; empty the copies'."""
+        self._add(self.masters.lm_head.weight, head)
+        if self.compute is not self.masters:
+            for master, weight in zip(self.masters.parameters(), self.compute.parameters(), strict=True):
+                if weight.grad is not None:
+                    self._add(master, weight.grad)
+                    weight.grad = None
+
+    def step(self, learning_rate: float, clip: float) -> Tensor:
+        """One step of AdamW with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
+        for parameter in self.masters.parameters():
+            if parameter.grad is None:  # this rank had no batch
+                parameter.grad = torch.zeros_like(parameter)
+        add_up(*(parameter.grad for parameter in self.masters.parameters() if parameter.grad is not None))
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.publish()
+        return norm
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Bring the copies to where the masters stand."""
+        if self.compute is not self.masters:
+            torch._foreach_copy_(list(self.compute.parameters()), list(self.masters.parameters()))
+
+    @staticmethod
+    def _add(master: Tensor, gradient: Tensor) -> None:
+        if master.grad is None:
+            master.grad = gradient.float()
+        else:
+            master.grad += gradient

@@ -1,0 +1,89 @@
+"""Steps over packed batches of one shape, for compiled kernels. Nothing here waits for the device: figures come back as tensors."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scripts.lib.eagle3.model import Drafter
+from scripts.lib.training.distil import Epilogue, Goal, distil, on_device, plain_epilogue, shares
+from scripts.lib.training.loader import packed_batches
+from scripts.lib.training.loss import Teacher
+from scripts.lib.training.masters import Masters
+from scripts.lib.training.objectives import soft_cross_entropy_
+from scripts.lib.training.packed import Capacity, PackedBatch
+from scripts.lib.training.packed_unroll import Kernels, compiled_kernels, plain_kernels, unroll_packed
+from scripts.lib.training.ranks import add_up
+from scripts.lib.training.stepping import Drafts, Recipe, Run, StepFigures
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The kernels of a device."""
+
+    kernels: Kernels
+    epilogue: Epilogue
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Engine":
+        """Compiled kernels on CUDA, torch operations elsewhere. Only the usual objective has a kernel of its own."""
+        if torch.device(recipe.device).type != "cuda":
+            return cls(plain_kernels(), plain_epilogue(recipe.objective))
+        from scripts.lib.training.triton_epilogue import triton_epilogue  # Triton is there with CUDA only
+
+        # Joining attention compiles once for each number of own keys.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        soft = recipe.objective is soft_cross_entropy_
+        return cls(compiled_kernels(), triton_epilogue if soft else plain_epilogue(recipe.objective))
+
+
+class PackedStep:
+    """A `Stepper` on batches of one fixed `capacity`: weights are float32, states and matrix products of the recipe's dtype."""
+
+    def __init__(self, drafter: Drafter, teacher: Teacher, recipe: Recipe, capacity: Capacity) -> None:
+        self.weights = Masters(drafter.to(recipe.device), recipe.dtype)
+        embedding, head = (weight.to(recipe.device, recipe.dtype) for weight in (teacher.embedding, teacher.head))
+        self.teacher, self.recipe, self.capacity = Teacher(embedding, head), recipe, capacity
+        self.engine = Engine.of(recipe)
+
+    def load(self, runs: Sequence[Run]) -> Iterator[PackedBatch]:
+        """A batch for each of `runs`; the next ones are made while one is used."""
+        return packed_batches(runs, self.capacity, self.recipe.dtype, self.recipe.device)
+
+    def train(self, batches: Iterable[PackedBatch], counts: Sequence[int], learning_rate: float) -> StepFigures:
+        """One optimizer step; `counts` are the slots trained at each draft step in all `batches` together."""
+        device = self.teacher.head.device
+        sums = torch.zeros(len(counts), device=device)
+        for batch in batches:
+            sums += self.add_gradients(batch, counts)
+        add_up(sums)
+        norm = self.weights.step(learning_rate, self.recipe.clip)
+        means = sums / on_device([max(count, 1) for count in counts], device)
+        weights = on_device([self.recipe.decay**step for step in range(len(counts))], device)
+        return StepFigures((means * weights).sum(), means, norm)
+
+    def add_gradients(self, batch: PackedBatch, counts: Sequence[int]) -> Tensor:
+        """Add the gradients of `batch`; its summed losses f32[K] of each draft step."""
+        compute = self.weights.compute
+        states = unroll_packed(compute, self.teacher.embedding, batch, len(counts), self.engine.kernels)
+        share = shares(batch.remaining, len(counts), self.recipe.decay, counts)
+        goal = Goal(batch.final, self.teacher.head, share)
+        found = distil([state.detach() for state in states], compute.lm_head.weight, goal, self.engine.epilogue)
+        torch.autograd.backward(states, found.states)
+        self.weights.take_gradients(found.head)
+        return found.losses.sum(1)
+
+    def drafts(self, batch: PackedBatch, steps: int) -> list[Drafts]:
+        """The drafter's states in `steps` steps from every slot of `batch`.
+
+        Run as in training, with a graph that is dropped: kernels compiled without one would be others.
+        """
+        with torch.enable_grad():
+            states = unroll_packed(self.weights.compute, self.teacher.embedding, batch, steps, self.engine.kernels)
+        active = [(batch.remaining > step).nonzero().flatten() for step in range(steps)]
+        return [Drafts(state.detach()[here], here) for state, here in zip(states, active, strict=True)]
+
+    def scores(self, states: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits f32[M, D] of `states` [M, H] and the probabilities f32[M, D] that teach them."""
+        return self.weights.compute.lm_head(states).float(), self.teacher.probabilities(final)

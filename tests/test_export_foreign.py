@@ -1,0 +1,122 @@
+"""`python -m scripts.export --check` on drafters of other trainers: what SGLang would pass over in silence is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from scripts.lib.eagle3.export import save_drafter
+from scripts.lib.eagle3.initial import initialise
+from scripts.lib.eagle3.judging import judge
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
+from scripts.lib.ground.errors import StageError
+from tests.tiny import tiny_config
+
+IDS = torch.tensor([0, 2, 3, 7, 9, 40])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    t2d = torch.zeros(272, dtype=torch.bool).index_fill(0, IDS, True)
+    drafter = Drafter(DrafterConfig.from_target(tiny_config(), len(IDS), (2, 4, 5)), IDS - torch.arange(len(IDS)), t2d)
+    initialise(drafter, 1)
+    save_drafter(drafter, tmp_path)
+    return tmp_path
+
+
+def edit(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(change(tensors) or tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **values) -> None:
+    data = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in data.items() if value != "absent"}))
+
+
+def test_our_own_drafter_is_sound_for_its_target_without_a_note(folder):
+    verdict = judge(folder, tiny_config())
+    assert verdict.faults == verdict.notes == ()
+
+
+@pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "model.midlayer."])
+def test_other_names_of_the_layer_are_sound(folder, prefix):
+    edit(folder, lambda tensors: {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()})
+    verdict = judge(folder, tiny_config())
+    assert verdict.faults == ()
+    assert "tensors have other names than midlayer" in verdict.notes[0]
+
+
+def test_an_embedding_of_its_own_is_noted_and_its_mask_may_be_missing(folder):
+    edit(folder, lambda t: {**{name: tensor for name, tensor in t.items() if name != "t2d"}, "embed_tokens.weight": torch.zeros(272, 64)})
+    verdict = judge(folder, tiny_config())
+    assert verdict.faults == ()
+    assert verdict.notes == ("embed_tokens.weight is there: the target's replaces it",)
+
+
+def without(name):
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("lm_head.weight"), "lm_head.weight is missing: it would stay random"),
+        (without("fc.weight"), "fc.weight is missing: it would stay random"),
+        (without("d2t"), "d2t is missing: draft ids would be taken for target ids"),
+        (lambda t: t.update({"fc.weight": t["fc.weight"][:, :128].contiguous()}), r"fc.weight is [64, 128], must be [64, 192]"),
+        (
+            lambda t: t.update({"midlayer.self_attn.q_proj.weight": torch.zeros(64, 64)}),
+            "midlayer.self_attn.q_proj.weight is [64, 64], must be [64, 128]",
+        ),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(5, 64)}), "lm_head.weight is [5, 64], must be [6, 64]"),
+        (lambda t: t.update({"d2t": IDS.clone()}), "d2t holds target ids, must hold offsets"),
+        (lambda t: t.update({"d2t": torch.zeros(6)}), "d2t is torch.float32, must be int64"),
+        (lambda t: t.update({"d2t": t["d2t"] + 300}), "d2t leads to ids from 300 to 340"),
+        (lambda t: t.update({"d2t": t["d2t"] + 1}), "d2t and t2d keep different tokens"),
+        (lambda t: t.update({"norm.weight": t["norm.weight"] * float("nan")}), "['norm.weight'] hold values that are not finite"),
+        (lambda t: t.update({"aux_norm_low.weight": torch.ones(64)}), "fc_norm.0.weight is there, but config.json does not say fc_norm"),
+    ],
+)
+def test_weights_that_an_engine_would_misread_are_named(folder, change, message):
+    """Public reports: lightseekorg/TorchSpec pulls 39 and 63, sgl-project/sglang pull 27908, SafeAILab/EAGLE issue 222."""
+    edit(folder, change)
+    assert [fault for fault in judge(folder, tiny_config()).faults if fault.startswith(message)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures is ['LlamaForCausalLM']"),
+        ({"draft_vocab_size": "absent"}, "draft_vocab_size is missing: the drafter's head would be replaced"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+        ({"eagle_config": "absent"}, "eagle_aux_hidden_state_layer_ids [2, 4, 5] stand at the top level"),
+        ({"rope_theta": "absent", "rope_parameters": "absent"}, "rope_theta is missing: engines take 10000"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta is 5.0, the target's 10000.0"),
+        ({"target_hidden_size": 32}, "embed_tokens.weight is missing: it would stay random"),
+        ({"max_position_embeddings": 128}, "max_position_embeddings is 128, the target's 512"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}}, "states are those before layers [2, 4, 10], the target has 8"),
+        ({"hidden_size": "absent"}, "config.json has no 'hidden_size'"),
+    ],
+)
+def test_configs_that_an_engine_would_misread_are_named(folder, values, message):
+    """Public reports: sgl-project/SpecForge issues 139, 265, 270 and 702."""
+    edit_config(folder, **values)
+    assert [fault for fault in judge(folder, tiny_config()).faults if fault.startswith(message)]
+
+
+def test_a_target_of_another_width_or_vocabulary_is_named(folder):
+    other = LlamaConfig(**{**tiny_config().to_dict(), "hidden_size": 128, "vocab_size": 300})
+    assert judge(folder, other).faults[:2] == ("hidden size of the states is 64, the target's 128", "vocab_size is 272, the target's 300")
+
+
+def test_a_folder_without_weights_or_with_twins_cannot_be_judged(folder):
+    edit(folder, lambda tensors: tensors.update({"model.fc.weight": tensors["fc.weight"].clone()}))
+    with pytest.raises(StageError, match=r"fc\.weight is there twice"):
+        judge(folder, None)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(StageError, match=r"no \*.safetensors"):
+        judge(folder, None)

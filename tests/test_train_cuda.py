@@ -1,0 +1,90 @@
+"""On a GPU the compiled kernels give what the plain ones give."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scripts.lib.eagle3.model import Drafter
+from scripts.lib.ground.stage import run
+from scripts.lib.training.batches import TrainingRow
+from scripts.lib.training.build import train
+from scripts.lib.training.distil import plain_epilogue
+from scripts.lib.training.loss import Teacher
+from scripts.lib.training.objectives import objective, soft_cross_entropy_
+from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
+from scripts.lib.training.packed_step import Engine, PackedStep
+from scripts.lib.training.stepping import Recipe
+from scripts.lib.training.trainer import Trainer
+from tests.test_train import curve
+from tests.test_train_packed import STEPS, drafter, rows, teacher  # noqa: F401
+from tests.train_case import job, make_case
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"), [((torch.float32, 2e-3), "soft"), ((torch.bfloat16, 5e-2), "soft"), ((torch.float32, 2e-3), "lk_lambda")]
+)
+def test_a_step_on_cuda_has_the_losses_and_gradients_of_the_cpu(drafter, teacher, rows, precision, kind):  # noqa: F811
+    torch.backends.cuda.matmul.allow_tf32 = False
+    (dtype, bound), judge = precision, objective(kind, 0.9, 2.0)
+    found, wanted = (gradients(drafter, teacher, rows, Recipe(dtype, device, 0.8, 1.0, judge)) for device in ("cuda", "cpu"))
+    torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=bound, atol=0)
+    for name, gradient in wanted[1].items():
+        assert (found[1][name].cpu() - gradient).norm() <= bound * gradient.norm(), name
+
+
+def gradients(drafter: Drafter, teacher: Teacher, rows: list[TrainingRow], recipe: Recipe):  # noqa: F811
+    """Summed losses of each step and the masters' gradients of one packed batch."""
+    capacity = Capacity.of(rows)
+    batch = collate_packed(rows, Capacity(capacity.positions + BLOCK, capacity.slots + BLOCK), recipe.dtype).to(recipe.device)
+    step = PackedStep(drafter, teacher, recipe, capacity)
+    counts = [int((batch.remaining > number).sum()) for number in range(STEPS)]
+    losses = step.add_gradients(batch, counts)
+    masters = step.weights.masters.named_parameters()
+    found = {name: parameter.grad.clone() for name, parameter in masters if parameter.grad is not None}
+    step.weights.masters.zero_grad()
+    drafter.to("cpu")
+    return losses, found
+
+
+def test_the_triton_epilogue_is_the_plain_one():
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits, taught = (torch.randn(count, 9000, generator=generator, device="cuda").bfloat16() for count in (70, 30))
+    index = torch.randint(0, 30, (70,), generator=generator, device="cuda")
+    share = torch.rand(70, generator=generator, device="cuda") * (index > 3)
+    plain, fast = logits.clone(), logits.clone()
+    lse = taught.float().logsumexp(-1)
+    wanted = plain_epilogue(soft_cross_entropy_)(plain, taught, lse, index, share)
+    torch.testing.assert_close(
+        Engine.of(Recipe(torch.bfloat16, "cuda", 0.8, 1.0, soft_cross_entropy_)).epilogue(fast, taught, lse, index, share),
+        wanted,
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    torch.testing.assert_close(fast, plain, rtol=2e-2, atol=1e-6)
+
+
+def test_the_stage_on_cuda_learns_what_it_learns_on_the_cpu_and_goes_on_after_a_stop(tmp_path, monkeypatch):
+    """In float32, with several batches a step, stopped at a step behind a checkpoint."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    make_case(tmp_path)
+    run(job(tmp_path, tmp_path / "cpu"), train)
+    on_cuda = replace(job(tmp_path, tmp_path / "cuda", micro_tokens=25), runtime={"device": "cuda", "threads": 1})
+    step, done = Trainer.step, []
+
+    def stopping(*arguments):
+        done.append(arguments)
+        if len(done) == 6:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "step", stopping)
+        run(on_cuda, train)
+    run(on_cuda, train)
+    assert json.loads((tmp_path / "cuda" / "cost.json").read_text())["resumed"]
+    for found, wanted in zip(curve(tmp_path / "cuda"), curve(tmp_path / "cpu"), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-2)

@@ -1,0 +1,143 @@
+"""Packed batches on fixed shapes give the losses and gradients of the rows alone; kernels' plain forms are checked here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from scripts.lib.eagle3.initial import initialise
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
+from scripts.lib.training.batches import TrainingRow, collate
+from scripts.lib.training.distil import Goal, distil, plain_epilogue, shares
+from scripts.lib.training.loss import Teacher, unrolled_loss
+from scripts.lib.training.objectives import soft_cross_entropy_
+from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
+from scripts.lib.training.packed_unroll import plain_kernels, unroll_packed
+from scripts.lib.training.row_attention import block_mask
+from scripts.lib.training.slots import trained_slots
+from scripts.lib.training.unroll import unroll
+from tests.tiny import tiny_config
+
+STEPS, DECAY = 4, 0.8
+SPANS = ([(5, 12), (15, 23)], [(3, 6)], [(0, 8), (8, 9), (12, 14)], [(40, 190)], [(2, 40), (60, 61), (100, 160)])
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Drafter:
+    ids = torch.arange(1, 200, 2)
+    t2d = torch.zeros(272, dtype=torch.bool).index_fill(0, ids, True)
+    drafter = Drafter(DrafterConfig.from_target(tiny_config(layers=2), len(ids), (1, 2, 3)), ids - torch.arange(len(ids)), t2d)
+    initialise(drafter, 5)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.1)
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Teacher:
+    generator = torch.Generator().manual_seed(2)
+    embedding = torch.randn(272, 64, generator=generator) * 0.3
+    return Teacher(embedding, torch.randn(100, 64, generator=generator) * 0.3)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[TrainingRow]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for number, spans in enumerate(SPANS):
+        slots, remaining = trained_slots(spans)
+        length, count = int(slots[-1]) + 1, len(slots)
+        made.append(
+            TrainingRow(
+                id=f"row{number}",
+                tokens=torch.randint(0, 272, (length + 1,), generator=generator).int(),
+                aux=torch.randn(length, 3, 64, generator=generator).bfloat16(),
+                slots=slots,
+                remaining=remaining,
+                final=torch.randn(count, 64, generator=generator).bfloat16(),
+                argmax=torch.randint(0, 272, (count,), generator=generator).int(),
+            )
+        )
+    return made
+
+
+def packed(
+    drafter: Drafter, teacher: Teacher, rows: list[TrainingRow], dtype: torch.dtype, extra: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the packed path; `extra` blocks of filler."""
+    needed = Capacity.of(rows)
+    batch = collate_packed(rows, Capacity(needed.positions + extra * BLOCK, needed.slots + extra * BLOCK), dtype)
+    drafter = drafter.to(dtype)
+    drafter.zero_grad()
+    states = unroll_packed(drafter, teacher.embedding, batch, STEPS, plain_kernels())
+    counts = [int((batch.remaining > step).sum()) for step in range(STEPS)]
+    share = shares(batch.remaining, STEPS, DECAY, counts)
+    goal = Goal(batch.final, teacher.head.to(dtype), share)
+    found = distil([state.detach() for state in states], drafter.lm_head.weight, goal, plain_epilogue(soft_cross_entropy_), teachers=64)
+    torch.autograd.backward(states, found.states)
+    gradients = {name: parameter.grad.float() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
+    drafter.float()
+    return (found.losses * share).sum(), gradients | {"lm_head.weight": found.head}
+
+
+def alone(drafter: Drafter, teacher: Teacher, rows: list[TrainingRow]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the row-by-row path, which the plain reference holds."""
+    drafter.zero_grad()
+    batch = collate(rows, torch.float32, "cpu")
+    unrolled = unroll(drafter, teacher.embedding, batch, STEPS)
+    weights = [DECAY**number / len(step.active) for number, step in enumerate(unrolled)]
+    loss, _ = unrolled_loss(unrolled, drafter, teacher.probabilities(batch.final), weights, soft_cross_entropy_)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_packed_batch_has_the_loss_and_gradients_of_its_rows(drafter, teacher, rows, extra):
+    loss, gradients = packed(drafter, teacher, rows, torch.float32, extra)
+    wanted, expected = alone(drafter, teacher, rows)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_packed_batches_know_eagle_3_1(drafter, teacher, rows):
+    newer = Drafter(replace(drafter.config, fc_norm=True, norm_output=True), drafter.d2t, drafter.t2d)
+    newer.load_state_dict(drafter.state_dict(), strict=False)
+    loss, gradients = packed(newer, teacher, rows, torch.float32)
+    wanted, expected = alone(newer, teacher, rows)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_bf16_stays_within_two_percent(drafter, teacher, rows):
+    """Weights, states and matrix products in bf16: 8 bits of mantissa; softmax and sums in float32."""
+    loss, gradients = packed(drafter, teacher, rows, torch.bfloat16)
+    initialised = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    assert all(parameter.bfloat16().float().equal(parameter) for parameter in initialised.values())  # rounded by the cast above
+    wanted, expected = alone(drafter, teacher, rows)
+    torch.testing.assert_close(loss, wanted, rtol=2e-3, atol=0)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 0.03 * gradient.norm(), name
+
+
+def test_block_mask_covers_what_slots_see(rows):
+    batch = collate_packed(rows, Capacity(640, 512), torch.float32)
+    mask = block_mask(batch)
+    wanted = create_block_mask(mask.mask_mod, None, None, 512, 640, device="cpu", BLOCK_SIZE=BLOCK)
+    touched = mask.to_dense().bool()
+    assert (touched | ~wanted.to_dense().bool()).all()
+    needed = wanted.to_dense().sum()
+    assert touched.sum() <= needed + 2
+
+
+def test_filler_has_no_teacher_and_repeats_a_real_slot(rows):
+    batch = collate_packed(rows[:2], Capacity(256, 256), torch.float32)
+    assert batch.trained == sum(len(row.slots) for row in rows[:2])
+    assert (batch.remaining[batch.trained :] == 0).all()
+    assert (batch.slots[batch.trained :] == batch.slots[batch.trained - 1]).all()
+    assert (batch.starts <= batch.slots).all()

@@ -12,6 +12,7 @@ rule target:
         "results/{run}/logs/target.log",
     benchmark:
         "results/{run}/logs/target.benchmark.jsonl"
+    priority: 1  # before any answer: a large dataset that is prepared late would be answered alone at the end
     conda:
         "../envs/aerie.yaml"
     params:
@@ -34,6 +35,7 @@ rule fetch:
         "results/{run}/logs/fetch/{source}.log",
     benchmark:
         "results/{run}/logs/fetch/{source}.benchmark.jsonl"
+    priority: 1  # before any answer: a large dataset that is prepared late would be answered alone at the end
     retries: 1
     conda:
         "../envs/aerie.yaml"
@@ -60,6 +62,7 @@ rule prepare:
         "results/{run}/logs/prepare/{source}.log",
     benchmark:
         "results/{run}/logs/prepare/{source}.benchmark.jsonl"
+    priority: 1  # before any answer: a large dataset that is prepared late would be answered alone at the end
     conda:
         "../envs/aerie.yaml"
     params:

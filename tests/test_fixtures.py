@@ -16,6 +16,8 @@ from scripts.lib.formats.settings import DatasetSettings
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
 from scripts.lib.ground.stage import Job, run
+from scripts.lib.reporting.planning import plan_page
+from scripts.lib.reporting.sampling import kept_by_kind, rows_table
 from scripts.lib.sources.records import read_records
 
 REPO = Path(__file__).parents[1]
@@ -143,6 +145,49 @@ def test_the_real_samples_add_up():
     assert (sum(samples.values()), native, sum(samples.values()) - native) == (88_088, 4_800, 83_288)
     assert scaled_samples(FULL_SIZE) == samples
     assert all(samples[name] <= fixture.weight for name, fixture in FIXTURES.items())
+
+
+def test_the_plan_adds_up_to_the_samples(prepared, fixtures):
+    _, root, config = prepared
+    samples = {name: dataset["samples"] for name, dataset in config["datasets"].items()}
+    native = samples["deepswe_kimi"] + samples["kimi_2000x"]
+    settings = {"run": "r", "generate": KIMI["generate"], "encode": KIMI["encode"]}
+    paths = [root / name / "manifest.json" for name in reversed(samples)]
+    page = plan_page(paths, fixtures / "target/manifest.json", settings, free=10**12)
+    total = sum(samples.values())
+    assert f"{total:,} rows are kept: {native:,} native and {total - native:,} prompts." in page
+    table = [line.strip("| ").split(" | ") for line in page[page.index("## Rows") : page.index("## Rejected")].splitlines() if "|" in line][
+        2:
+    ]
+    figures = [[int(cell.replace(",", "")) for cell in row[4:]] for row in table]
+    assert [row[0] for row in table] == [*sorted(samples), "all"]
+    assert figures[-1] == [sum(column) for column in zip(*figures[:-1], strict=True)]
+    for raw, rejected, not_sampled, kept, own, prompts in figures:
+        assert raw == rejected + not_sampled + kept and kept == own + prompts
+    assert figures[-1][0] == ROWS and figures[-1][3:] == [total, native, total - native]
+
+
+def test_the_plan_of_the_full_mix_shows_88_088():
+    manifests = {
+        name: Manifest(
+            "prepare",
+            {},
+            {},
+            Counts(FIXTURES[name].weight, dataset["samples"], {"not_sampled": FIXTURES[name].weight - dataset["samples"]}),
+            (),
+            {"kind": dataset["kind"], "partition": dataset["partition"], "licence": dataset["licence"]},
+        )
+        for name, dataset in KIMI["datasets"].items()
+        if dataset
+    }
+    assert kept_by_kind(manifests) == {"native": 4_800, "prompts": 83_288}
+    last = rows_table(manifests).markdown().splitlines()[-1]
+    assert last == "| all |  |  |  | 1,100,000 | 0 | 1,011,912 | 88,088 | 4,800 | 83,288 |"
+
+
+def test_the_long_datasets_are_the_two_of_agents():
+    partitions = {name: dataset["partition"] for name, dataset in KIMI["datasets"].items() if dataset}
+    assert {name for name, partition in partitions.items() if partition == "long"} == {"deepswe_kimi", "swe_agent"}
 
 
 def test_an_unknown_revision_is_a_placeholder_that_fetch_refuses():

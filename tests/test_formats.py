@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scripts.lib.chat.messages import Message
+from scripts.lib.chat.messages import Message, answerable
 from scripts.lib.chat.signature import normalise
 from scripts.lib.formats.conversation import Conversation, normalised, read_conversation
 from scripts.lib.formats.record import RejectedError
@@ -59,12 +59,13 @@ def test_other_names_for_the_keys_of_a_turn() -> None:
 
 
 def test_all_turns_of_a_long_conversation_are_kept() -> None:
-    """Six messages come out as six, in order, with the source's id (ai-dynamo/aiperf#798)."""
+    """Six messages come out as six, in order, with the source's id, and each answer can be asked for anew (ai-dynamo/aiperf#798)."""
     texts = ["Name a fruit.", "Pear.", "Another?", "Fig.", "Last one?", "Plum."]
     turns = [{"content": text, "role": ("user", "assistant")[number % 2]} for number, text in enumerate(texts)]
     found = read({"prompt": texts[0], "prompt_id": "p1", "messages": turns}, "messages", {"id": "prompt_id", "messages": "messages"})
     assert [content for _, content in pairs(found)] == texts
     assert found.own_id == "p1"
+    assert list(answerable(found.messages)) == [1, 3, 5]
 
 
 def test_conversations_that_start_or_end_oddly() -> None:
@@ -121,9 +122,9 @@ def test_tool_calls_have_one_form() -> None:
     """Arguments as text and as an object give equal text; text that is no JSON stays (oumi-ai/oumi#2599)."""
     text = canonical_calls([{"function": {"name": "mul", "arguments": '{"b": 18, "a": 3}'}}])
     assert text == canonical_calls('[{"type": "function", "function": {"name": "mul", "arguments": {"a": 3, "b": 18}}}]')
-    assert json.loads(text)[0]["function"]["arguments"] == {"a": 3, "b": 18}
+    assert json.loads(text or "")[0]["function"]["arguments"] == {"a": 3, "b": 18}
     raw = canonical_calls([{"function": {"name": "say", "arguments": "not json"}}])
-    assert json.loads(raw)[0]["function"]["arguments"] == "not json"
+    assert json.loads(raw or "")[0]["function"]["arguments"] == "not json"
     with pytest.raises(RejectedError, match="bad_tool_call"):
         canonical_calls([{"arguments": {}}])
 
@@ -190,6 +191,12 @@ def test_columns_of_prompt_and_answer() -> None:
     assert found.messages == (Message("system", "Count."), Message("user", record["problem"]), Message("assistant", "24", "8 each, 3*8."))
     empty = read({"id": "", "input": "Reverse a string.", "output": ""}, "columns", {"id": "id", "prompt": "input", "response": "output"})
     assert (empty.own_id, empty.messages[1].pending) == (None, True)
+    answers = {3: "3", 1.5: "1.5", float("nan"): None}
+    for value, text in answers.items():
+        assert pairs(read({"input": "1+2?", "output": value}, "columns", {"prompt": "input", "response": "output"}))[1] == (
+            "assistant",
+            text,
+        )
     assert pairs(read({"task_id": "HumanEval/0", "prompt": "def f():\n"}, "columns", {"prompt": "prompt"})) == [("user", "def f():\n")]
     assert reason({"prompt": None}, "columns", {"prompt": "prompt"}) == "empty_content"
     assert reason({"prompt": 3}, "columns", {"prompt": "prompt"}) == "not_text"

@@ -16,6 +16,7 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.inspecting import profile, sampling
 from scripts.lib.inspecting.inspecting import inspect
 from scripts.lib.inspecting.sampling import Sample, Size, drawn
+from scripts.lib.sources.hub import HTTP_ERRORS
 from scripts.lib.sources.settings import Address, SourceSettings
 from tests.raw_rows import RAW
 from tests.tiny import tiny_tokenizer
@@ -117,6 +118,17 @@ def test_a_hub_dataset_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     entry = yaml.safe_load(page[page.index("datasets:") :])["datasets"]["set_2k"]
     assert (entry["source"], entry["revision"], entry["samples"]) == ("hub:org/Set-2k", "a" * 40, 10_000)
     assert "15 records looked at" in page
+
+
+def test_no_network_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The HTTP library's errors are not those of Python's own connections."""
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise HTTP_ERRORS[0]("Name or service not known")
+
+    monkeypatch.setattr(sampling.HfApi, "dataset_info", unreachable)
+    with pytest.raises(StageError, match=r"hub:org/set: Name or service not known; check the id and the network, or give --revision"):
+        inspect(SourceSettings(Address("hub", "org/set"), "source", 7), Size(), tmp_path)
 
 
 def test_near_duplicates_need_most_of_their_words() -> None:

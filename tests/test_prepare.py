@@ -221,7 +221,7 @@ def test_no_row_left_is_an_error_that_shows_the_mapping(tmp_path: Path, target: 
         prepared(tmp_path / "5", target, [{"question": "Why?"}], **PROMPT)
     with pytest.raises(StageError, match=r"2 of 3 rows wanted from 2 records.*set `samples` to 2 or less"):
         prepared(tmp_path / "3", target, [{"p": "a"}, {"p": "b"}], **PROMPT, samples=3)
-    with pytest.raises(StageError, match=r"0 of 1 rows wanted from 0 records; columns seen: none"):
+    with pytest.raises(StageError, match=r"demo: 0 records in its files \(a.jsonl\), 1 rows wanted; correct `source`"):
         prepared(tmp_path / "4", target, [], **PROMPT)
 
 

@@ -24,7 +24,7 @@ def read(name: str, place: int, **changes: Any) -> Conversation:
     """Record `place` of a dataset, read as the config of the flagship mix says."""
     entry = {key: CONFIG[name][key] for key in READ if key in CONFIG[name]} | changes
     if entry["format"] == "detect":
-        entry |= detected([RAW[name][place]])
+        entry |= detected([RAW[name][place]], name)
     return read_conversation(RAW[name][place], DatasetSettings.of({"dataset": entry, "name": name, "seed": 7}))
 
 
@@ -154,7 +154,7 @@ def test_the_system_column_is_kept_or_dropped_as_the_config_says() -> None:
 )
 def test_columns_tell_the_format(name: str, form: str) -> None:
     """`detect` finds the format and names the columns that the config names by hand."""
-    found = detected(RAW[name])
+    found = detected(RAW[name], name)
     assert found["format"] == form
     dataset = DatasetSettings.of({"dataset": found, "name": name, "seed": 7})
     mapped = DatasetSettings.of({"dataset": {key: CONFIG[name][key] for key in READ if key in CONFIG[name]}, "name": name, "seed": 7})

@@ -46,6 +46,7 @@ class Tally:
     tokens: int = 0
     trained_tokens: int = 0
     cut_rows: int = 0
+    thoughts_left_out: int = 0
     lost: list[tuple[str, int, str, str]] = field(default_factory=list)
 
     def add(self, other: "Tally") -> None:
@@ -94,6 +95,7 @@ def manifest(job: Job, template: ChatTemplate, total: Tally, shards: Sequence[Sh
         "cut_rows": total.cut_rows,
         "template": template.digest,
         "shows_reasoning": template.takes_reasoning,
+        **({"answers_without_their_reasoning": total.thoughts_left_out} if total.thoughts_left_out else {}),
     }
     counts = Counts(total.turns, total.turns - len(total.lost), rejected)
     return Manifest(job.stage, job.settings, job.input_digests(), counts, shards, facts)
@@ -149,6 +151,7 @@ def write_shard(path: Path, conversations: Iterable[Conversation], settings: Set
         lost = sorted([*conversation.lost, *untrained], key=lambda turn: turn.turn)
         kept += found
         tally.turns += len(lost) + sum(len(row.spans) for row in found)
+        tally.thoughts_left_out += conversation.thoughts_left_out
         tally.lost += [turn.row() for turn in lost]
     tally.rows = len(kept)
     tally.tokens = sum(len(row.input_ids) for row in kept)

@@ -17,7 +17,7 @@ from scripts.lib.chat.wire import wire_message
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import canonical, sha256_text
 
-RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 PROBE = "aerie_probe"
 PROBE_TOOLS = canonical(
     [{"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}}]

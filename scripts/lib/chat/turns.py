@@ -18,13 +18,14 @@ CHARACTERS_AT_ONCE = 4_000_000  # rendered text tokenised at one time: bounds wh
 
 @dataclass
 class Conversation:
-    """What the turns of one conversation gave: token rows before they are cut, and turns that are in none."""
+    """What the turns of one conversation gave: token rows before they are cut, turns in none, and answers without their thoughts."""
 
     id: str
     group: str
     prompt_hash: str
     rows: list[JoinedRow] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
+    thoughts_left_out: int = 0
 
 
 def served(frame: pl.DataFrame) -> Iterator[Conversation]:
@@ -56,7 +57,10 @@ class Native:
         size = 0
         for row in frame.select("id", "group", "prompt_hash", "messages", "tools").iter_rows(named=True):
             conversation = Conversation(row["id"], row["group"], row["prompt_hash"])
-            turns = self.structure.turns(from_rows(row["messages"]), row["tools"])
+            messages = from_rows(row["messages"])
+            turns = self.structure.turns(messages, row["tools"])
+            if not self.template.takes_reasoning:
+                conversation.thoughts_left_out = sum(message.reasoning_content is not None for message in messages)
             conversation.lost += [Lost(conversation.id, turn.number, turn.reason, turn.value) for turn in turns if isinstance(turn, NoTurn)]
             if not turns:
                 conversation.lost.append(Lost(conversation.id, 0, "no_assistant_turn", f"{len(row['messages'])} messages"))

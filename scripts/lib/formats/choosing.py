@@ -52,6 +52,15 @@ def choose(found: Scan, reader: Reader, template: ChatTemplate) -> Choice:
     return choice
 
 
+def rejection_share(found: Scan, choice: Choice) -> float:
+    """Share of records that would be rejected if all were looked at: the second pass stands for those not sampled."""
+    if not found.records:
+        return 0.0
+    passed_scan = (len(found.order) + found.same_group) / found.records
+    looked_at = len(choice.rows) + len(choice.rejected)
+    return 1.0 - passed_scan * (len(choice.rows) / looked_at if looked_at else 1.0)
+
+
 def looked_at(
     conversations: Iterable[tuple[int, Conversation]], found: Scan, dataset: DatasetSettings, template: ChatTemplate
 ) -> Iterator[tuple[int, dict[str, Any] | RejectedError]]:

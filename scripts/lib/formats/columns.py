@@ -3,11 +3,14 @@
 `context` is a column with a text that belongs to the prompt, such as the `input` beside an `instruction`.
 """
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from scripts.lib.chat.messages import Message
 from scripts.lib.formats.record import Draft, Format, Record, RejectedError, text_of
 from scripts.lib.formats.turns_list import answer
+from scripts.lib.ground.files import canonical
 
 
 def convert(record: Record, columns: Mapping[str, str], roles: Mapping[str, str]) -> Draft:
@@ -19,8 +22,15 @@ def convert(record: Record, columns: Mapping[str, str], roles: Mapping[str, str]
     messages = [Message("user", f"{prompt}\n\n{context}" if context else prompt)]
     if "response" in columns:
         reasoning = record.get(columns["reasoning"]) if "reasoning" in columns else None
-        messages.append(answer(text_of(record.get(columns["response"])), {"reasoning": reasoning}))
+        messages.append(answer(written(record.get(columns["response"])), {"reasoning": reasoning}))
     return Draft(messages)
+
+
+def written(value: Any) -> str | None:
+    """An old answer as text; a number, as problems in mathematics have it, as JSON writes it, NaN as none."""
+    if isinstance(value, int | float):
+        return None if math.isnan(value) else canonical(value)
+    return text_of(value)
 
 
 FORMAT = Format(convert, ("prompt",), optional=("context", "response", "reasoning"))

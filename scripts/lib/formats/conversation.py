@@ -1,6 +1,7 @@
 """A record as a checked conversation: what holds for every format."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,6 +68,7 @@ def read_conversation(record: Record, dataset: DatasetSettings) -> Conversation:
     check_turns(kept, dataset.kind)
     own_id, group = (cell(record, columns.get(name)) for name in ("id", "group"))
     shown = tools if dataset.tools == "keep" else None
+    check_characters([*(text for message in kept for text in vars(message).values()), shown, own_id, group])
     return Conversation(kept, shown, own_id, group or draft.group, dropped, tools is not None and dataset.tools == "drop")
 
 
@@ -79,9 +81,10 @@ def unfolded(record: Record, column: str) -> Record:
 
 
 def cell(record: Record, column: str | None) -> str | None:
-    """The value of a column as text; None when there is no such column, no value or an empty one."""
+    """The value of a column as text; None when there is no such column, no value, an empty one or NaN."""
     value = record.get(column) if column else None
-    return None if value is None or value == "" else str(value)
+    missing = value is None or value == "" or (isinstance(value, float) and math.isnan(value))
+    return None if missing else str(value)
 
 
 def with_system(messages: Sequence[Message], text: str | None) -> list[Message]:
@@ -116,6 +119,19 @@ def check_turns(messages: Sequence[Message], kind: str) -> None:
         answers = [message for message in messages if message.role == "assistant"]
         if not answers or any(answer.pending for answer in answers):
             raise RejectedError("no_answer")
+
+
+def check_characters(texts: Iterable[str | None]) -> None:
+    """Raise RejectedError when a text holds half a character (a lone surrogate), which no file and no tokenizer can hold.
+
+    Chats that were cut into pieces hold such halves where a cut went through an emoji.
+    """
+    for text in texts:
+        if text and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RejectedError("half_a_character", text[max(error.start - 20, 0) : error.end + 20]) from error
 
 
 def normalised(text: str) -> str:

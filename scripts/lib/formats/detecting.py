@@ -19,12 +19,14 @@ TOOLS = ("tools", "functions", "function")
 GROUPS = ("instance_id", "conversation_id", "task_id", "chat_id")
 
 
-def detected(records: Sequence[Record]) -> dict[str, Any]:
-    """`format` and `columns` that read `records`. Raises StageError with the names there are when none of them is known."""
+def detected(records: Sequence[Record], source: str) -> dict[str, Any]:
+    """`format` and `columns` that read `records` of `source`. Raises StageError with the names there are when none of them is known."""
+    if not records:
+        raise StageError(f"{source}: no record in its files; choose others by `source`, `members` and `exclude`")
     found = from_list(records) or from_transcript(records) or from_columns(records) or from_json_text(records)
     if found is None:
         raise StageError(
-            f"no known columns: {', '.join(sorted(names(records))) or 'no records'}; set `format` and `columns` for this dataset"
+            f"{source}: no known columns: {', '.join(sorted(names(records))) or 'none at all'}; set `format` and `columns` for this dataset"
         )
     columns = dict(found["columns"])
     return {"format": found["format"], "columns": {**common_columns(records, set(columns.values())), **columns}}
@@ -137,8 +139,9 @@ def distinct(found: Sequence[Any]) -> bool:
 
 
 def labels(records: Iterable[Record], columns: Mapping[str, str]) -> Counter[str]:
-    """How often each speaker label stands in the turns of `records`."""
-    return Counter(str(turn.get(columns["speaker"])) for record in records for turn in turns_of(record, columns) if "speaker" in columns)
+    """How often each speaker label stands in the turns of `records`; what is neither text nor a number is none."""
+    spoken = (turn.get(columns.get("speaker", "")) for record in records for turn in turns_of(record, columns))
+    return Counter(str(label) for label in spoken if isinstance(label, str | int))
 
 
 def turns_of(record: Record, columns: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.formats.choosing import Choice, choose
+from scripts.lib.formats.choosing import choose, rejection_share
 from scripts.lib.formats.detecting import detected
 from scripts.lib.formats.refusing import check_yield
 from scripts.lib.formats.registry import DETECT
-from scripts.lib.formats.scanning import Reader, Scan, head_records, scan
+from scripts.lib.formats.scanning import Reader, head_records, scan
 from scripts.lib.formats.settings import DatasetSettings
 from scripts.lib.formats.tables import write_rejected, write_rows
 from scripts.lib.ground.manifest import Counts, Manifest, checked_shard, read_manifest
 from scripts.lib.ground.stage import Job, Result
 
 log = logging.getLogger(__name__)
+FEW_ROWS = 20  # no group of so few rows is worth a warning
 
 
 def prepare(job: Job, folder: Path) -> Result:
@@ -34,9 +35,9 @@ def prepare(job: Job, folder: Path) -> Result:
     choice = choose(found, reader, template)
     rejected = [*found.rejected, *choice.rejected]
     reasons = dict(sorted(Counter(reason for _, reason, _ in rejected).items()))
-    share = rejection_share(found, choice)
-    write_rejected(folder, rejected)
-    check_yield(reader, found, len(choice.rows), reasons, share)
+    listed = write_rejected(folder, rejected)
+    check_yield(reader, found, choice, reasons, listed)
+    warn_of_one_group(dataset.name, choice.rows)
     shards = write_rows(folder, choice.rows)
     facts = {
         "format": dataset.format,
@@ -44,7 +45,7 @@ def prepare(job: Job, folder: Path) -> Result:
         "kind": dataset.kind,
         "partition": dataset.partition,
         "licence": raw.facts["licence"],
-        "rejection_share": round(share, 4),
+        "rejection_share": round(rejection_share(found, choice), 4),
         "truncated": [asdict(cut) for cut in found.cuts],
         "leading_messages_dropped": found.leading_messages_dropped,
         "tools_dropped": found.tools_dropped,
@@ -58,16 +59,16 @@ def settled(settings: Mapping[str, Any], paths: Sequence[Path]) -> dict[str, Any
     """`settings` with format and columns found from the first records where the format is `detect`; columns of the config stay."""
     dataset = dict(settings["dataset"])
     if dataset["format"] == DETECT:
-        found = detected(head_records(paths))
+        found = detected(head_records(paths), settings["name"])
         dataset |= found | {"columns": {**found["columns"], **dataset.get("columns", {})}}
         log.info("detected format %s, columns %s", dataset["format"], dataset["columns"])
     return {**settings, "dataset": dataset}
 
 
-def rejection_share(found: Scan, choice: Choice) -> float:
-    """Share of records that would be rejected if all were looked at: the second pass stands for those not sampled."""
-    if not found.records:
-        return 0.0
-    passed_scan = (len(found.order) + found.same_group) / found.records
-    looked_at = len(choice.rows) + len(choice.rejected)
-    return 1.0 - passed_scan * (len(choice.rows) / looked_at if looked_at else 1.0)
+def warn_of_one_group(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Say it when most rows are of one group: they fall into one split together, which is rarely meant."""
+    ((group, size),) = Counter(row["group"] for row in rows).most_common(1)
+    if size > max(len(rows) // 2, FEW_ROWS):
+        log.warning(
+            "%s: %s of %s rows are of group %r; if they are no one conversation, set columns: {group: …}", name, size, len(rows), group
+        )

@@ -8,6 +8,7 @@ from scripts.lib.chat.messages import Message
 
 Record = Mapping[str, Any]
 VALUE_LIMIT = 200
+REASON_LIMIT = 60  # a label found in the data is part of some reasons
 COMMON_COLUMNS = ("record", "id", "group", "system", "tools")  # every format takes these
 ROLE_NAMES = {"system": "system", "user": "user", "assistant": "assistant", "ai": "assistant", "tool": "tool"}
 
@@ -17,7 +18,8 @@ class RejectedError(Exception):
 
     def __init__(self, reason: str, value: Any = "") -> None:
         super().__init__(reason)
-        self.reason, self.value = reason, str(value)[:VALUE_LIMIT]
+        self.reason = encodable(" ".join(reason.split())[:REASON_LIMIT])
+        self.value = encodable(str(value)[:VALUE_LIMIT])
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Format:
     def known(self) -> tuple[str, ...]:
         """Every name that `columns` of the config may hold."""
         return (*self.required, *self.keys, *self.optional, *COMMON_COLUMNS)
+
+
+def encodable(text: str) -> str:
+    """`text` with the halves of a character that stand alone, which no file can hold, as question marks."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def text_of(value: Any) -> str | None:

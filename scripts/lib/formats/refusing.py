@@ -1,10 +1,12 @@
 """What the stage says when too few rows passed: what is there, what was expected, and the config lines that would accept it."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from scripts.lib.formats.choosing import Choice, rejection_share
 from scripts.lib.formats.detecting import detected, labels
 from scripts.lib.formats.record import Record
 from scripts.lib.formats.scanning import Reader, Scan, head_records
@@ -12,6 +14,7 @@ from scripts.lib.formats.settings import DatasetSettings
 from scripts.lib.ground.errors import StageError
 
 SHOWN = 20
+LOOK = "python -m scripts.inspect_source shows what the records hold"
 # What labels that no format knows usually mean.
 LIKELY_ROLES = {
     **dict.fromkeys(("human", "prompter", "customer", "environment", "instruction"), "user"),
@@ -21,10 +24,18 @@ LIKELY_ROLES = {
 }
 
 
-def check_yield(reader: Reader, found: Scan, rows: int, reasons: Mapping[str, int], share: float) -> None:
-    """Raise StageError when fewer than `samples` rows passed, or when a larger `share` than max_rejected did not."""
-    dataset = reader.dataset
+def check_yield(reader: Reader, found: Scan, choice: Choice, reasons: Mapping[str, int], listed: Path) -> None:
+    """Raise StageError when fewer than `samples` rows passed, or when a larger share than max_rejected did not.
+
+    `listed` is the file that holds every rejection.
+    """
+    dataset, rows, share = reader.dataset, len(choice.rows), rejection_share(found, choice)
     wanted = dataset.samples or 1
+    if not found.records:
+        files = ", ".join(path.name for path in reader.paths[:SHOWN]) or "none"
+        raise StageError(
+            f"{dataset.name}: 0 records in its files ({files}), {wanted} rows wanted; correct `source`, `members` or `exclude`"
+        )
     if rows < wanted:
         problem = f"{rows} of {wanted} rows wanted"
         entry: dict[str, Any] = {"samples": rows} if rows else {}
@@ -37,10 +48,11 @@ def check_yield(reader: Reader, found: Scan, rows: int, reasons: Mapping[str, in
         return
     head = head_records(reader.paths)
     check = " (check the roles: they are guessed)" if any(reason.startswith("unknown_role:") for reason in reasons) else ""
-    lines = flow({"datasets": {dataset.name: accepting(dataset, head, reasons) | entry}})
+    lines = accepting(dataset, head, reasons) | entry
+    accept = f"config that would accept them: {flow({'datasets': {dataset.name: lines}})}{check}" if lines else LOOK
     raise StageError(
         f"{dataset.name}: {problem} from {found.records} records; {described(dataset, found, head, reasons)}; "
-        f"{remedy}; config that would accept them: {lines}{check}"
+        f"{remedy}; {accept}; every rejection is in {listed}"
     )
 
 
@@ -61,7 +73,7 @@ def accepting(dataset: DatasetSettings, head: list[Record], reasons: Mapping[str
     if unknown:
         return {"roles": {label: likely_role(label) for label in sorted(unknown)}}
     try:
-        proposal = detected(head)
+        proposal = detected(head, dataset.name)
     except StageError:
         return {}
     known = {name: column for name, column in dataset.columns.items() if name in proposal["columns"]}

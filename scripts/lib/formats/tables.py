@@ -38,6 +38,8 @@ def write_rows(folder: Path, rows: Iterable[Mapping[str, Any]]) -> list[Shard]:
     return shards
 
 
-def write_rejected(folder: Path, rejected: Sequence[tuple[int, str, str]]) -> None:
-    """Write rejected.parquet, sorted by source row. Rows that were only not sampled are counted, not listed."""
-    write_table(folder / "rejected.parquet", pl.DataFrame(sorted(rejected), schema=REJECTED, orient="row"))
+def write_rejected(folder: Path, rejected: Sequence[tuple[int, str, str]]) -> Path:
+    """Write rejected.parquet, sorted by source row, and give its path. Rows that were only not sampled are counted, not listed."""
+    path = folder / "rejected.parquet"
+    write_table(path, pl.DataFrame(sorted(rejected), schema=REJECTED, orient="row"))
+    return path

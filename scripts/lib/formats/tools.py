@@ -19,11 +19,11 @@ def canonical_tools(value: Any) -> str | None:
     schemas = parsed_json(value, "bad_tools")
     if not schemas:
         return None
-    schemas = schemas if isinstance(schemas, list) else [schemas]
+    schemas = [parsed_json(schema, "bad_tools") for schema in (schemas if isinstance(schemas, list) else [schemas])]
     functions = [schema.get("function", schema) if isinstance(schema, Mapping) else None for schema in schemas]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise RejectedError("bad_tools", value)
-    return canonical([{"type": "function", "function": json_schema(function)} for function in functions])
+    return as_json([{"type": "function", "function": json_schema(function)} for function in functions], "bad_tools")
 
 
 def json_schema(value: Any) -> Any:
@@ -38,14 +38,23 @@ def json_schema(value: Any) -> Any:
     return fixed
 
 
-def canonical_calls(value: Any) -> str:
-    """A list of tool calls as canonical JSON, arguments as an object; text that is no JSON object stays text.
+def canonical_calls(value: Any) -> str | None:
+    """A list of tool calls as canonical JSON, arguments as an object; text that is no JSON object stays text; None when there is none.
 
     Raises RejectedError when a call has no name.
     """
     calls = parsed_json(value, "bad_tool_call")
-    calls = calls if isinstance(calls, list) else [calls]
-    return canonical([canonical_call(call) for call in calls])
+    if not calls:
+        return None
+    return as_json([canonical_call(call) for call in (calls if isinstance(calls, list) else [calls])], "bad_tool_call")
+
+
+def as_json(value: Any, reason: str) -> str:
+    """`value` as canonical JSON. Raises RejectedError with `reason` for what JSON cannot hold, such as a date of a Parquet file."""
+    try:
+        return canonical(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RejectedError(reason, value) from error
 
 
 def canonical_call(call: Any) -> dict[str, Any]:
@@ -88,7 +97,7 @@ def literal(text: str) -> Any:
     for candidate in (text, text.replace("\\'", "'")):
         try:
             return json.loads(candidate)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     try:
         value = ast.literal_eval(text.strip())

@@ -23,7 +23,9 @@ def convert(record: Record, columns: Mapping[str, str], roles: Mapping[str, str]
     """Read one record: system text, tools from the JSON objects in it, and the turns of the chat."""
     head, tools = split_system(text_of(record[columns["preamble"]]) or "")
     system = [Message("system", head)] if head else []
-    _, *parts = TURN.split((text_of(record[columns["messages"]]) or "").strip())
+    before, *parts = TURN.split((text_of(record[columns["messages"]]) or "").strip())
+    if before.strip():
+        raise RejectedError("text_before_first_turn", before)
     turns = zip(parts[::2], parts[1::2], strict=True)
     return Draft([*system, *(message(roles[label], text) for label, text in turns)], tools)
 
@@ -35,7 +37,7 @@ def split_system(text: str) -> tuple[str, list[Any] | None]:
     while position < len(body):
         try:
             schema, end = json.JSONDecoder().raw_decode(body, position)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RejectedError("bad_tools", body[position:]) from error
         schemas.append(schema)
         position = end + len(body[end:]) - len(body[end:].lstrip())
@@ -57,7 +59,7 @@ def called(text: str) -> dict[str, Any]:
         return {"name": quoted["name"], "arguments": quoted["arguments"]}
     try:
         return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise RejectedError("bad_tool_call", text) from error
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from scripts.lib.chat.messages import Message
 from scripts.lib.formats.reasoning import split_reasoning
 from scripts.lib.formats.record import Record, RejectedError, text_of
-from scripts.lib.formats.tools import canonical_calls
-from scripts.lib.ground.files import canonical
+from scripts.lib.formats.tools import as_json, canonical_calls
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn that hold what was thought before the answer
 
@@ -18,7 +17,7 @@ def listed(turns: Any) -> Any:
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         try:
             parsed = json.loads(turns)
-        except ValueError:
+        except (ValueError, RecursionError):
             return turns
         return parsed if isinstance(parsed, list) and all(isinstance(turn, dict) for turn in parsed) else turns
     return turns
@@ -37,11 +36,13 @@ def typed_message(turn: Any, speaker: str, content: str, roles: Mapping[str, str
     if not isinstance(turn, dict) or speaker not in turn:
         raise RejectedError("not_a_turn", turn)
     label, said = turn[speaker], turn.get(content)
-    role = roles.get(label) if isinstance(label, str) else None
+    if not isinstance(label, str | int):
+        raise RejectedError("no_speaker", turn)
+    role = roles.get(str(label))
     if role is None:
         raise RejectedError(f"unknown_role:{label}", said)
     if role == "tool" and isinstance(said, dict | list) and not is_parts(said):
-        return Message("tool", canonical(said))
+        return Message("tool", as_json(said, "not_text"))
     text = text_of(said)
     if role == "assistant":
         return answer(text, turn)
@@ -57,10 +58,10 @@ def is_parts(value: Any) -> bool:
 
 def answer(text: str | None, turn: Record) -> Message:
     """An assistant message, with the reasoning that stands before the answer in the text or in a field of its own."""
-    calls = turn.get("tool_calls") or turn.get("function_call")
+    calls = canonical_calls(turn.get("tool_calls") or turn.get("function_call"))
     field = next((turn[name] for name in REASONING if turn.get(name) is not None), None)
     reasoning, rest = split_reasoning(text)
-    return Message("assistant", rest or None, text_of(field) if field is not None else reasoning, canonical_calls(calls) if calls else None)
+    return Message("assistant", rest or None, text_of(field) if field is not None else reasoning, calls)
 
 
 def flattened(turns: Iterable[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ import yaml
 
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.formats.detecting import labels
+from scripts.lib.formats.record import encodable
 from scripts.lib.formats.settings import DatasetSettings
 from scripts.lib.inspecting import profile
 from scripts.lib.inspecting.proposing import Applied, apply, counted, dataset_name, mapping, proposal
@@ -32,7 +33,7 @@ def inspect(settings: SourceSettings, size: Size, folder: Path, target: Path | N
     sample = sample_source(settings, size, folder)
     unit, count = ("characters", len) if target is None else ("tokens", ChatTemplate.load(target).count)
     lines = [*columns_page(sample), ""]
-    entry, _ = mapping(sample.records)
+    entry, _ = mapping(sample.records, settings.text)
     applied = apply(sample.records, entry, settings.seed)
     prompts, wholes = profile.lengths(applied.conversations, count)
     lines += [*chat_page(sample, entry, applied), *length_page(unit, prompts, wholes), *copies_page(applied), ""]
@@ -40,7 +41,7 @@ def inspect(settings: SourceSettings, size: Size, folder: Path, target: Path | N
     lines += stanza(dataset_name(settings.address.locator), entry, notes)
     if show_rows:
         lines += ["", *rows_page(apply(sample.records, entry, settings.seed))]
-    return "\n".join(lines)
+    return encodable("\n".join(lines))
 
 
 def columns_page(sample: Sample) -> Iterator[str]:

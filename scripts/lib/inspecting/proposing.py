@@ -46,9 +46,9 @@ def apply(records: Sequence[Record], entry: Mapping[str, Any], seed: int) -> App
     return applied
 
 
-def mapping(records: Sequence[Record]) -> tuple[dict[str, Any], list[str]]:
-    """Format, columns and roles for `records`, and notes on what was guessed or left out."""
-    entry, notes = detected(records), []
+def mapping(records: Sequence[Record], source: str) -> tuple[dict[str, Any], list[str]]:
+    """Format, columns and roles for `records` of `source`, and notes on what was guessed or left out."""
+    entry, notes = detected(records, source), []
     system = entry["columns"].get("system")
     if system and any(mark in str(record.get(system)) for record in records for mark in FOREIGN_MARKS):
         entry["columns"] = {name: column for name, column in entry["columns"].items() if name != "system"}
@@ -63,13 +63,13 @@ def mapping(records: Sequence[Record]) -> tuple[dict[str, Any], list[str]]:
 
 def proposal(settings: SourceSettings, sample: Sample, median: int, unit: str) -> tuple[dict[str, Any], list[str]]:
     """The entry for `datasets` of the config, and notes on what to check; `median` is a conversation's length in `unit`."""
-    entry: dict[str, Any] = {"source": f"{settings.address.kind}:{settings.address.locator}"}
+    entry: dict[str, Any] = {"source": settings.text}
     for name in ("revision", "subset", "split"):
         entry |= {name: value} if (value := getattr(settings, name)) else {}
     for name in ("members", "exclude"):
         entry |= {name: list(value)} if (value := getattr(settings, name)) else {}
     entry |= {"generator": dict(settings.generator)} if settings.generator else {}
-    found, notes = mapping(sample.records)
+    found, notes = mapping(sample.records, settings.text)
     entry |= found | {"kind": "prompts", "partition": "long" if median > LONG[unit] else "short"}
     entry |= {"truncated": "keep"} if sample.cuts else {}
     entry |= {"samples": SAMPLES} if sample.seen > SAMPLES or not sample.complete else {}

@@ -32,6 +32,11 @@ class Size:
     limit: int = 200_000
     seed: int = 7
 
+    def __post_init__(self) -> None:
+        for name in ("head", "sample", "limit"):
+            if getattr(self, name) < 1:
+                raise StageError(f"--{name} {getattr(self, name)} looks at no record; give 1 or more")
+
 
 @dataclass
 class Sample:
@@ -82,7 +87,10 @@ def sample_hub(settings: SourceSettings, size: Size) -> Sample:
     """The head of a hub dataset and a draw from its shuffled shards, streamed: nothing is downloaded as a whole."""
     table = hub_stream(settings)
     shuffled = table.shuffle(seed=size.seed, buffer_size=SHUFFLE_BUFFER)
-    records = [*table.take(size.head), *shuffled.take(size.sample)]
+    try:
+        records = [*table.take(size.head), *shuffled.take(size.sample)]
+    except HUB_ERRORS as error:
+        raise StageError(f"{settings.text}: reading broke off ({error}); try again, or read its files by --members") from error
     return Sample(records, len(records), complete=len(records) < size.head + size.sample)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from scripts.lib.chat.rows import write_table
+from scripts.lib.chat.rows import VALUE_LENGTH, write_table
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import write_text
 from scripts.lib.ground.manifest import Counts, Manifest
@@ -48,7 +48,8 @@ def merge(job: Job, folder: Path) -> Result:
 
 def described_mix(job: Job, folder: Path, chosen: pl.DataFrame, mix: Plan) -> Manifest:
     """Write what was left out, and the page; the manifest."""
-    rejected = chosen.filter(pl.col("reason").is_not_null()).sort("dataset", "id").select("dataset", "id", "reason", "value")
+    rejected = chosen.filter(pl.col("reason").is_not_null()).sort("dataset", "id")
+    rejected = rejected.select("dataset", "id", "reason", pl.col("value").str.head(VALUE_LENGTH))
     write_table(folder / "rejected.parquet", rejected)
     table = mix_by_dataset(chosen, mix.rows)
     write_text(folder / "mix.md", mix_page(table, chosen, heading(job.settings)))

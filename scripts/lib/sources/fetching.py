@@ -28,7 +28,7 @@ def fetch(job: Job, folder: Path) -> Result:
     shutil.rmtree(folder / "files" / ".cache", ignore_errors=True)
     shards = [Shard.of(path, rows, folder=folder) for path, rows in sorted(fetched.files.items())]
     facts = {
-        "source": f"{settings.address.kind}:{settings.address.locator}",
+        "source": settings.text,
         "licence": settings.licence,
         "unit": "files",
         "bytes": sum(shard.bytes for shard in shards),

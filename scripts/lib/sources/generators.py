@@ -29,14 +29,15 @@ def fetch_generator(settings: SourceSettings, folder: Path) -> Fetched:
     name, version = settings.address.pinned()
     if name != NAME:
         raise StageError(f"source generator:{name}: unknown generator; known: {NAME}")
-    if not settings.generator:
-        raise StageError(f"source generator:{name}: no `generator`; set generator: {{tasks: [TASK, …], size: N}}")
+    wanted = settings.generator or {}
+    if not {"tasks", "size"} <= set(wanted):
+        raise StageError(f"source generator:{name}: `generator` lacks tasks or size; set generator: {{tasks: [TASK, …], size: N}}")
     wheel = download_wheel(name, version, folder / "partial")
-    size = int(settings.generator["size"])
+    size = int(wanted["size"])
     files, seeds = {}, {}
     (folder / "files").mkdir(parents=True, exist_ok=True)
     with importable(wheel):
-        for task in settings.generator["tasks"]:
+        for task in wanted["tasks"]:
             seeds[task] = task_seed(settings.seed, settings.name, task)
             path = folder / "files" / f"{task}.jsonl"
             write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records(task, size, seeds[task])))

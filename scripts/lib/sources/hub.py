@@ -5,13 +5,16 @@ from typing import Any
 
 import datasets
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 
 from scripts.lib.ground.errors import StageError
 from scripts.lib.sources.local import local_files
 from scripts.lib.sources.settings import Fetched, SourceSettings, checked_revision
 from scripts.lib.sources.wheels import matching
 
-HUB_ERRORS = (OSError, ValueError, datasets.exceptions.DatasetsError)  # the hub's own errors are OSErrors
+# The hub's own errors are OSErrors; those of the HTTP library that it uses, such as that there is no network, are the other base of them.
+HTTP_ERRORS: Any = HfHubHTTPError.__bases__
+HUB_ERRORS: tuple[type[Exception], ...] = (OSError, ValueError, datasets.exceptions.DatasetsError, *HTTP_ERRORS)
 
 
 def fetch_hub(settings: SourceSettings, folder: Path) -> Fetched:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from scripts.lib.ground.errors import StageError
 
 CHUNK_BYTES = 2**20
+BOM = codecs.BOM_UTF8
 TAIL = 6  # a cut escape (\u12) or literal (fals) is reported up to this many characters before the end
 KEY = "_key"
 DECODER = json.JSONDecoder()
@@ -92,6 +93,10 @@ class JsonText:
                     raise StageError(
                         f"{self.path}: byte {self.offset}: the record there is no JSON ({error.msg}); repair the file"
                     ) from error
+            except (ValueError, RecursionError) as error:
+                raise StageError(
+                    f"{self.path}: byte {self.offset}: the record there cannot be held in memory ({error}); take it out of the file"
+                ) from error
             self.chunk *= 2
             if not self.more():
                 raise CutValueError
@@ -134,8 +139,8 @@ def line_values(text: JsonText) -> Iterator[Any]:
     for line in text.file:
         if not line.isspace():
             try:
-                value = json.loads(line.decode())
-            except ValueError:
+                value = json.loads((line.removeprefix(BOM) if text.consumed == 0 else line).decode())
+            except (ValueError, RecursionError):
                 text.file.seek(text.consumed)
                 yield from value_sequence(text)
                 return
@@ -184,7 +189,7 @@ def keyed(text: JsonText) -> bool:
     while True:
         try:
             value, end = DECODER.raw_decode(text.text, text.position)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return FIRST_IS_OBJECT.match(text.text, text.position) is not None
         if text.text[end:].strip():
             return False

@@ -1,6 +1,7 @@
 """Records of raw files: JSON, JSON lines, both also gzipped, Parquet, CSV and YAML."""
 
 import gzip
+import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ def read_json(path: Path, packed: bool, lines: bool, on_cut: Callable[[Cut], Non
     try:
         with gzip.open(path) if packed else path.open("rb") as file:
             yield from json_records(file, path, lines, on_cut)  # type: ignore[arg-type]
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise StageError(f"{path}: damaged gzip file ({error}); fetch it again") from error
 
 
@@ -88,8 +89,8 @@ def read_parquet(path: Path, rows: Sequence[int] | None, columns: Collection[str
                 # A file without any wanted column still has its rows counted, so one column is read anyway.
                 yield from batched_rows(file, group, start, rows, names or file.schema_arrow.names[:1])
             start = end
-    except pyarrow.ArrowException as error:
-        raise StageError(f"{path}: not a readable Parquet file ({error}); fetch it again") from error
+    except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # damaged, or values such as dates that Python cannot hold
+        raise StageError(f"{path}: not a readable Parquet file ({error}); fetch it again, or leave it out by `exclude`") from error
 
 
 def batched_rows(

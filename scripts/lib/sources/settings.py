@@ -51,6 +51,11 @@ class SourceSettings:
     generator: Mapping[str, Any] | None = None
     licence: str | None = None
 
+    @property
+    def text(self) -> str:
+        """The source as the config writes it."""
+        return f"{self.address.kind}:{self.address.locator}"
+
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "SourceSettings":
         """Read the tracked slice {"source": {…}, "name": …, "seed": …}."""

@@ -13,7 +13,7 @@ rule benchmark:
         merged="results/{run}/merged/manifest.json",
     output:
         manifest=update("results/{run}/benchmark/{task}/{variant}/manifest.json"),
-        cell="results/{run}/benchmark/{task}/{variant}/cell.json",
+        cell=update("results/{run}/benchmark/{task}/{variant}/cell.json"),
     log:
         "results/{run}/logs/benchmark/{task}.{variant}.log",
     benchmark:
@@ -56,10 +56,10 @@ rule report:
         drafters=expand("results/{{run}}/drafters/{drafter}/manifest.json", drafter=DRAFTERS),
     output:
         manifest=update("results/{run}/report/manifest.json"),
-        markdown="results/{run}/report/benchmark.md",
-        csv="results/{run}/report/benchmark.csv",
-        html="results/{run}/report/benchmark.html",
-        plan="results/{run}/report/plan.md",
+        markdown=update("results/{run}/report/benchmark.md"),
+        csv=update("results/{run}/report/benchmark.csv"),
+        html=update("results/{run}/report/benchmark.html"),
+        plan=update("results/{run}/report/plan.md"),
     log:
         "results/{run}/logs/report.log",
     benchmark:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from scripts.lib.chat.messages import Message
+from scripts.lib.chat.near import Entry, NearIndex, bands, meeting, places_per_band
 from scripts.lib.chat.signature import PLACES, normalise, opening, runs, signatures
-from scripts.lib.mixing.near import Entry, NearIndex, bands, meeting, places_per_band
 
 WORDS = [f"word{number}" for number in range(400)]
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from scripts.lib.chat.messages import Message
+from scripts.lib.chat.near import Entry, NearIndex, bands
 from scripts.lib.chat.signature import opening, signatures
 from scripts.lib.formats.conversation import Conversation
 from scripts.lib.formats.record import Record
 
 DEPTH = 4
 LETTERS = 400  # of one conversation, looked at for its script
-BAND = 8  # places of a signature that must agree for two texts to be compared at all
 NEAR = 0.8  # share of agreeing places from which on two prompts count as near duplicates
 PATTERN = 6  # turns of a pattern that are spelt out
 
@@ -111,15 +111,12 @@ def duplicates(conversations: Sequence[Conversation]) -> tuple[int, int]:
 
 def near_duplicates(texts: Sequence[str]) -> int:
     """How many `texts` share at least `NEAR` of their signature's places with an earlier one."""
-    table = np.array([np.frombuffer(signature, dtype="<u4") for signature in signatures(texts)]) if texts else np.zeros((0, BAND))
-    buckets: dict[tuple[int, bytes], int] = {}
-    near = 0
-    for row, places in enumerate(table):
-        bands = [(start, places[start : start + BAND].tobytes()) for start in range(0, len(places), BAND)]
-        earlier = {buckets[band] for band in bands if band in buckets}
-        near += any(np.mean(table[other] == places) >= NEAR for other in earlier)
-        for band in bands:
-            buckets.setdefault(band, row)
+    index, near, found = NearIndex(NEAR), 0, signatures(texts)
+    hashes = bands(found, [0] * len(found), NEAR).tolist()
+    for row, fields in enumerate(zip(found, hashes, strict=True)):
+        entry = Entry(str(row), str(row), *fields)  # each text is a source of its own
+        near += index.find(entry) is not None
+        index.add(entry)
     return near
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from scripts.lib.chat.near import Entry, NearIndex, bands, meeting
 from scripts.lib.ground.errors import StageError
 from scripts.lib.mixing.contamination import TaskPrompts
 from scripts.lib.mixing.conversations import all_prompts
-from scripts.lib.mixing.near import Entry, NearIndex, bands, meeting
 from scripts.lib.mixing.settings import Settings
 from scripts.lib.mixing.split import seeded_hash
 

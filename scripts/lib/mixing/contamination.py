@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from scripts.lib.chat.near import Entry, NearIndex, bands
 from scripts.lib.chat.signature import runs
 from scripts.lib.mixing.conversations import all_prompts, words
-from scripts.lib.mixing.near import Entry, NearIndex, bands
 
 TEMPLATE_SHARE = 0.5  # runs of words in more of a task's prompts than this are how the task asks, not what
 FILTER_BITS = 22

@@ -198,6 +198,16 @@ def test_the_closure_follows_imports_inside_functions():
     assert "scripts/lib/__init__.py" in provenance.closure("scripts/lib/ground/stage.py")
 
 
+def test_a_result_depends_on_no_code_that_decides_no_byte_of_it():
+    """Else a better display of progress, or another way to end a server, would have drafters trained again."""
+    rooms = {
+        stage: {part for path in provenance.closure(f"scripts/{stage}.py") for part in path.split("/")[2:3]}
+        for stage in ("generate", "train")
+    }
+    assert {"generation", "serving"} <= rooms["generate"] and "training" in rooms["train"]
+    assert "watching" not in rooms["generate"] and not rooms["train"] & {"watching", "serving"}
+
+
 def test_progress_writes_rate_and_eta(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         progress = Progress(tmp_path, total=4, unit="rows", done=1)

@@ -20,7 +20,6 @@ from torch import Tensor, multiprocessing
 
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import Job
-from scripts.lib.serving.guardian import PR_SET_PDEATHSIG, prctl
 
 T = TypeVar("T")
 PATIENCE = datetime.timedelta(hours=2)  # of ranks that wait for one that compiles or reads
@@ -85,7 +84,7 @@ def together(work: Callable[[Job, Path, str], Any], job: Job, folder: Path, rank
 
 def one_rank(rank: int, task: Task) -> None:
     """The life of one process. It is killed with the one that started it: no handler would run while it waits for other ranks."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]  # in no stub; `spawn` has set SIGINT
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format=f"%(asctime)s rank {rank}: %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     on_cuda = task.job.runtime["device"].startswith("cuda")

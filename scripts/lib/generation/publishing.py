@@ -96,9 +96,13 @@ def message_of(record: Mapping[str, Any], template: ChatTemplate) -> Message:
 
 
 def publish_failed(folder: Path, failed: Sequence[Mapping[str, Any]]) -> None:
-    """Write `failed.parquet`, sorted by id and turn; a row without a turn first."""
-    rows = sorted(failed, key=lambda row: (row["id"], -1 if row["turn"] is None else row["turn"]))
-    write_table(folder / "failed.parquet", pl.DataFrame(rows, schema=FAILED, orient="row"))
+    """Write `failed.parquet`, by turn."""
+    write_table(folder / "failed.parquet", pl.DataFrame(by_turn(failed), schema=FAILED, orient="row"))
+
+
+def by_turn(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`rows` sorted by id and turn; a row without a turn first."""
+    return sorted(rows, key=lambda row: (row["id"], -1 if row["turn"] is None else row["turn"]))
 
 
 def parts(index: pl.DataFrame) -> Iterator[pl.DataFrame]:

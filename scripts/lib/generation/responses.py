@@ -13,7 +13,7 @@ from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.engines.opening import TargetShape, open_engine
 from scripts.lib.generation.conversation import Conversation
 from scripts.lib.generation.journal import Journal
-from scripts.lib.generation.publishing import FAILED, RESPONSES
+from scripts.lib.generation.publishing import RESPONSES, by_turn, publish_failed
 from scripts.lib.generation.rounds import Rounds
 from scripts.lib.generation.served import generate_served
 from scripts.lib.generation.settings import GenerateSettings
@@ -60,12 +60,12 @@ def read_conversations(manifest: Path, turns: str) -> list[Conversation]:
 
 def written(job: Job, folder: Path, rounds: Rounds) -> Result:
     """Write responses and failed turns, sorted by id and turn, and account for them."""
-    failed, responses = by_turn(rounds.failed), by_turn(rounds.responses)
+    failed, responses = rounds.failed, by_turn(rounds.responses)
     rejected = Counter(row["reason"] for row in failed)
     if not responses:
         remedy = "look at generate.max_tokens and the target's chat template"
         raise StageError(f"{job.output}: none of {len(failed)} turns got an answer ({dict(rejected)}); {remedy}")
-    write_table(folder / "failed.parquet", pl.DataFrame(failed, schema=FAILED, orient="row"))
+    publish_failed(folder, failed)
     path = folder / "responses-00000.parquet"
     write_table(path, pl.DataFrame(responses, schema=RESPONSES, orient="row"))
     tokens = sum(len(row["output_ids"]) for row in responses)
@@ -91,8 +91,3 @@ def facts(responses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in responses).items())),
         "retried": sum(row["attempts"] > 1 for row in responses),
     }
-
-
-def by_turn(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`rows` sorted by id and turn; a row without a turn first."""
-    return sorted(rows, key=lambda row: (row["id"], -1 if row["turn"] is None else row["turn"]))

@@ -22,6 +22,14 @@ from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job
 from tests.tiny import save_tiny_target
 
+REQUESTS: dict[str, Any] = {
+    "concurrency": {"short": 4, "long": 2},
+    "timeout": 5.0,
+    "patience": 5.0,
+    "retries": 2,
+    "window": 4,
+    "stop_at": {"truncated": 1.0, "empty": 1.0, "failed": 1.0},
+}
 RUNTIME = {"device": "cpu", "threads": 1}
 GENERATE = {
     "engine": "transformers",

@@ -13,23 +13,13 @@ import pytest
 from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.generation.dialects import reasoning_of
-from scripts.lib.generation.policy import Policy, Slots
 from scripts.lib.generation.responses import generate
-from scripts.lib.generation.segments import Segments
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job, run
-from tests.stage_inputs import RUNTIME, generate_job, message, prepared_row, publish_prepared, publish_target, user
+from tests.stage_inputs import REQUESTS, RUNTIME, generate_job, message, prepared_row, publish_prepared, publish_target, user
 from tests.stub_server import EOS, Say, Stub, chat, from_prompt, native, prompt_text, stub_server, text_ids
 
-REQUESTS: dict[str, Any] = {
-    "concurrency": {"short": 4, "long": 2},
-    "timeout": 5.0,
-    "patience": 5.0,
-    "retries": 2,
-    "window": 4,
-    "stop_at": {"truncated": 1.0, "empty": 1.0, "failed": 1.0},
-}
 DIALOGUE = [*user("one"), message("assistant", "old 1"), *user("two"), message("assistant", "old 2"), *user("three")]
 CHAT_ONLY = ("/v1/chat/completions",)
 
@@ -303,73 +293,3 @@ def test_a_resumed_run_asks_for_what_is_missing_and_gives_the_same_bytes(target:
 
 def data_files_without(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
-
-
-def record(name: str, turn: int = 0) -> dict[str, Any]:
-    return {"id": name, "turn": turn, "prompt_ids": [1, 2], "output_ids": [3]}
-
-
-@pytest.mark.parametrize("torn", [b'{"crc":"00000000","record":{"id":"b","mess', b'{"crc":"00', b'{"crc":"00\n', b'{"crc":"00\n\n'])
-def test_a_torn_line_is_cut_off_with_one_event(tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """Appending onto half a line made one line of two records, which nothing could read (datatrove pull 78)."""
-    segments = Segments(tmp_path)
-    segments.append(record("a"))
-    segments.close()
-    path = tmp_path / "answers-00000.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + torn)
-    resumed = Segments(tmp_path)
-    assert resumed.index()["id"].to_list() == ["a"] and path.read_bytes() == whole
-    assert [entry.message.split(":")[0] for entry in caplog.records] == ["torn_tail"]
-    for name in "bc":
-        resumed.append(record(name))
-    resumed.close()
-    assert [read["id"] for read in resumed.read(resumed.index())] == ["a", "b", "c"]
-
-
-def test_damage_that_no_kill_explains_is_an_error(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
-    for name in "abc":
-        segments.append(record(name))
-    segments.close()
-    path = tmp_path / "answers-00000.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b'"id":"b"', b'"id":"x"'))
-    with pytest.raises(StageError, match=r"answers-00000\.jsonl: the line at byte \d+ is damaged"):
-        Segments(tmp_path).index()
-    path.write_bytes(whole + whole)
-    with pytest.raises(StageError, match="a turn 0 is there twice"):
-        Segments(tmp_path).index()
-
-
-def test_segments_are_rotated_and_read_by_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.lib.generation.segments.SEGMENT_BYTES", 150)
-    segments = Segments(tmp_path)
-    for number in (3, 1, 2, 0):
-        segments.append(record(f"r{number}"))
-        segments.write()
-    segments.close()
-    assert len(segments.paths()) == 2
-    assert [read["id"] for read in segments.read(segments.index())] == ["r0", "r1", "r2", "r3"]
-
-
-def test_overload_takes_slots_away_and_answers_give_them_back() -> None:
-    slots = Slots(8)
-    for seconds in (0.0, 0.5, 2.0):
-        slots.shrink(seconds)
-    assert [slots.admits(place) for place in (3, 4)] == [True, slots.allowed > 4] and 4 < slots.allowed <= 6
-    answers = 0
-    while slots.allowed < 8:
-        slots.grow()
-        answers += 1
-    assert 15 < answers < 40
-    for seconds in range(10, 40, 2):
-        slots.shrink(seconds)
-    assert slots.admits(0) and not slots.admits(1)
-
-
-def test_overload_and_outages_are_not_the_requests_fault() -> None:
-    policy = Policy.of({"requests": REQUESTS})
-    assert not policy.gives_up("overload", 1000) and not policy.gives_up("server_gone", 1000)
-    assert [policy.gives_up("timeout", times) for times in (2, 3)] == [False, True]
-    assert policy.gives_up("refused", 1) and not policy.gives_up("server_lost", 10) and policy.gives_up("server_lost", 11)

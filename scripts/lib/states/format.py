@@ -13,9 +13,13 @@ from safetensors.torch import save
 
 from scripts.lib.engines.protocol import RowStates
 from scripts.lib.ground.files import write_bytes
+from scripts.lib.states.encoded import States, decoded, encoded
 from scripts.lib.states.rows import TokenRow
+from scripts.lib.states.storing import Storing
 
+STATES = ("aux", "final")
 TENSORS = ("input_ids", "row_offsets", "aux", "final", "final_index", "argmax", "loss_spans")
+PLAIN = Storing()
 
 
 @dataclass(frozen=True)
@@ -23,14 +27,14 @@ class HiddenShard:
     """The content of one shard; positions are token positions in the shard.
 
     `input_ids` i32 [T], `row_offsets` i64 [R + 1], `aux` bf16 [T, 3, H] at the three boundaries, `final` bf16 [F, H] after the last
-    norm, `final_index` i64 [F] ascending, `argmax` i32 [F] of `lm_head(final)` in the forward's dtype, `loss_spans` i64 [S, 2]
-    half-open, `ids` of the R rows.
+    norm (both still encoded in a shard that was read, if it is stored so: `decoded` gives the tensor), `final_index` i64 [F]
+    ascending, `argmax` i32 [F] of `lm_head(final)` in the forward's dtype, `loss_spans` i64 [S, 2] half-open, `ids` of the R rows.
     """
 
     input_ids: torch.Tensor
     row_offsets: torch.Tensor
-    aux: torch.Tensor
-    final: torch.Tensor
+    aux: States
+    final: States
     final_index: torch.Tensor
     argmax: torch.Tensor
     loss_spans: torch.Tensor
@@ -42,14 +46,22 @@ class HiddenShard:
         return len(self.input_ids)
 
 
-def write_shard(path: Path, shard: HiddenShard) -> None:
+def write_shard(path: Path, shard: HiddenShard, storing: Storing = PLAIN) -> None:
     """Write `shard` to `path`, whole or not at all. The header has one entry, `ids`: several come in a random order."""
-    data = save({name: getattr(shard, name).contiguous() for name in TENSORS}, {"ids": json.dumps(shard.ids, ensure_ascii=False)})
+    tensors = {name: getattr(shard, name).contiguous() for name in TENSORS if name not in STATES}
+    tensors |= encoded("aux", decoded(shard.aux), shard.row_offsets.tolist(), storing)
+    tensors |= encoded("final", decoded(shard.final), final_borders(shard.row_offsets, shard.final_index), storing)
+    data = save(tensors, {"ids": json.dumps(shard.ids, ensure_ascii=False)})
     try:
         write_bytes(path, data)
     except OSError as error:
         error.filename = str(path)  # a failed write does not say where
         raise
+
+
+def final_borders(row_offsets: torch.Tensor, final_index: torch.Tensor) -> list[int]:
+    """Where the final states of each row start, and where those of the last one end."""
+    return torch.searchsorted(final_index, row_offsets).tolist()
 
 
 def packed(rows: Sequence[TokenRow], states: Sequence[RowStates]) -> HiddenShard:

@@ -1,15 +1,17 @@
-"""Reads shards of hidden states without copying them: tensors are views of the mapped file."""
+"""Reads shards of hidden states without copying them: tensors are views of the mapped file, encoded states are decoded when used."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.states.format import TENSORS, HiddenShard
+from scripts.lib.states.encoded import EncodedStates, Encoding, States, decoded
+from scripts.lib.states.format import STATES, TENSORS, HiddenShard, final_borders
 
 DTYPES = {
     "input_ids": torch.int32,
@@ -31,8 +33,8 @@ def read_shard(path: Path) -> HiddenShard:
     try:
         with safe_open(path, framework="pt") as file:
             ids = tuple(json.loads((file.metadata() or {})["ids"]))
-            tensors = {name: file.get_tensor(name) for name in TENSORS}
-        shard = HiddenShard(**tensors, ids=ids)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        shard = opened(tensors, ids)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise StageError(f"{path}: not a readable shard of hidden states ({error}); {REMEDY}") from error
     problem = contradiction(shard)
@@ -41,13 +43,41 @@ def read_shard(path: Path) -> HiddenShard:
     return shard
 
 
+def opened(tensors: Mapping[str, Tensor], ids: tuple[str, ...]) -> HiddenShard:
+    """The shard made of the `tensors` of a file. Raises KeyError without one of them, ValueError for parts that do not fit together."""
+    plain = {name: tensors[name] for name in TENSORS if name not in STATES}
+    offsets, places = plain["row_offsets"], plain["final_index"]
+    aux = states_of("aux", tensors, offsets.tolist())
+    return HiddenShard(**plain, aux=aux, final=states_of("final", tensors, final_borders(offsets, places)), ids=ids)
+
+
+def states_of(name: str, tensors: Mapping[str, Tensor], borders: list[int]) -> States:
+    """The states called `name`: the tensor itself, or how to decode its parts, which `encoded` made."""
+    parts = {part: tensors.get(f"{name}.{part}") for part in ("scales", "fractions", "frames", "offsets", "shape")}
+    values = tensors.get(name)
+    if parts["scales"] is None and parts["frames"] is None:
+        return tensors[name]
+    if parts["shape"] is not None:
+        shape = tuple(parts["shape"].tolist())
+    else:
+        shape = tuple((tensors[name] if parts["frames"] is None else tensors[f"{name}.fractions"]).shape)
+    frames, scales = parts["frames"], parts["scales"]
+    offsets = [] if frames is None else tensors[f"{name}.offsets"].tolist()
+    if frames is not None and (len(offsets) != len(borders) or offsets[-1] != len(frames) or sorted(offsets) != offsets):
+        raise ValueError(f"{name}.offsets do not cut {len(frames)} bytes into {len(borders) - 1} rows")
+    if scales is not None and scales.shape != shape[:2]:
+        raise ValueError(f"{name}.scales are {list(scales.shape)} for states {list(shape)}")
+    return EncodedStates(Encoding(shape, borders, scales, values, parts["fractions"], frames, offsets), 0, shape[0])
+
+
 def contradiction(shard: HiddenShard) -> str | None:
     """What in the shapes and offsets of `shard` cannot be true, or None."""
     rows, teachers = len(shard.ids), len(shard.final_index)
     for name, dtype in DTYPES.items():
-        if getattr(shard, name).dtype != dtype:
-            return f"{name} is {getattr(shard, name).dtype}, not {dtype}"
-    if shard.aux.dim() != 3 or shard.aux.shape[:2] != (shard.tokens, 3):
+        tensor = getattr(shard, name)
+        if isinstance(tensor, Tensor) and tensor.dtype != dtype:
+            return f"{name} is {tensor.dtype}, not {dtype}"
+    if len(shard.aux.shape) != 3 or shard.aux.shape[:2] != (shard.tokens, 3):
         return f"aux is {list(shard.aux.shape)}, not [{shard.tokens}, 3, H] for {shard.tokens} input_ids"
     if shard.final.shape != (teachers, shard.aux.shape[2]) or shard.argmax.shape != (teachers,):
         return f"final is {list(shard.final.shape)} and argmax {list(shard.argmax.shape)} for {teachers} final_index"
@@ -65,9 +95,14 @@ def ascending(values: Sequence[int]) -> bool:
 
 
 def check_finite(path: Path, shard: HiddenShard) -> None:
-    """Read all states of `shard` and raise StageError when one is NaN or infinite."""
-    for name in ("aux", "final"):
-        states = getattr(shard, name)
-        bad = ~torch.isfinite(states).flatten(1).all(1)
+    """Read all states of `shard`, a row at a time, and raise StageError when one is NaN or infinite."""
+    for name, states, borders in each_states(shard):
+        bad = torch.cat([~torch.isfinite(decoded(states[start:end])).flatten(1).all(1) for start, end in pairwise(borders)])
         if bad.any():
             raise StageError(f"{path}: {int(bad.sum())} rows of {name} are not finite, first at {int(bad.nonzero()[0])}; {REMEDY}")
+
+
+def each_states(shard: HiddenShard) -> Iterator[tuple[str, States, list[int]]]:
+    """Name, states and the borders of the rows in them, of the aux and the final states."""
+    yield "aux", shard.aux, shard.row_offsets.tolist()
+    yield "final", shard.final, final_borders(shard.row_offsets, shard.final_index)

@@ -10,20 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scripts.lib.states.encoded import States, decoded
+
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One row cut behind its last trained slot; tensors may be views of a mapped file.
+    """One row cut behind its last trained slot; tensors may be views of a mapped file, states may still be encoded (`decoded`).
 
     Slot t takes the states of token t and the token t+1 and predicts token t+2 (`docs/design.md`, section 4).
     """
 
     id: str
     tokens: Tensor  # i32[T + 1], one more than there are positions: the last slot takes the next token
-    aux: Tensor  # bf16[T, 3, H]
+    aux: States  # bf16[T, 3, H]
     slots: Tensor  # i64[S], ascending positions trained at step 0
     remaining: Tensor  # i64[S], slots from here to the end of the slot's own span, itself included
-    final: Tensor  # bf16[S, H], the target's state at slot + 1, which is the teacher
+    final: States  # bf16[S, H], the target's state at slot + 1, which is the teacher
     argmax: Tensor  # i32[S], the target's choice for the token that the slot predicts
 
 
@@ -53,14 +55,14 @@ def collate(rows: Sequence[TrainingRow], dtype: torch.dtype, device: str) -> Bat
 
     return Batch(
         ids=tuple(row.id for row in rows),
-        aux=joined([row.aux for row in rows], dtype),
+        aux=joined([decoded(row.aux) for row in rows], dtype),
         next_tokens=joined([row.tokens[1:] for row in rows], torch.int64),
         positions=joined([torch.arange(length) for length in lengths], torch.int64),
         slots=joined([row.slots + start for row, start in zip(rows, starts, strict=False)], torch.int64),
         remaining=joined([row.remaining for row in rows], torch.int64),
         row_starts=starts,
         slot_starts=slot_starts,
-        final=joined([row.final for row in rows], dtype),
+        final=joined([decoded(row.final) for row in rows], dtype),
         argmax=joined([row.argmax for row in rows], torch.int64),
     )
 

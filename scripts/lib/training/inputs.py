@@ -13,6 +13,7 @@ from scripts.lib.eagle3.target import TargetWeights
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Manifest, checked_shard, read_manifest
 from scripts.lib.ground.stage import Job
+from scripts.lib.states.encoded import decoded
 from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.rows import RowSet, load_rows
 from scripts.lib.training.settings import TrainSettings
@@ -91,7 +92,7 @@ def new_drafter(inputs: Inputs, settings: TrainSettings, device: str) -> tuple[D
 
 def sample(row: TrainingRow) -> Sample:
     """What the slots of `row` see, and the target's state that they lead to."""
-    return Sample(row.aux[row.slots], row.tokens[row.slots + 1].long(), row.final)
+    return Sample(decoded(row.aux[row.slots]), row.tokens[row.slots + 1].long(), decoded(row.final))
 
 
 def draft_head(inputs: Inputs) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.lib.states.encoded import States, decoded
 from scripts.lib.training.batches import TrainingRow, offsets
 
 BLOCK = 128  # side of the blocks in which attention masks are kept
@@ -64,13 +65,13 @@ def collate_packed(rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch
     row_starts = offsets(lengths)
     trained, size = sum(counts), rows[0].aux.shape[2]
 
-    def filled(parts: Sequence[Tensor], shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+    def filled(parts: Sequence[States], shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """`parts` end to end in memory of `shape`; zeros behind them."""
         whole = torch.empty(shape, dtype=kind, pin_memory=pinned)
         used = sum(len(part) for part in parts)
         place = 0
         for part in parts:
-            whole[place : place + len(part)].copy_(part)
+            whole[place : place + len(part)].copy_(decoded(part))
             place += len(part)
         whole[used:] = 0
         return whole

@@ -1,0 +1,108 @@
+"""Shards in fewer bytes: lossless planes give the states back bit by bit, fp8 within its precision, and rows are decoded alone."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scripts.lib.ground.errors import StageError
+from scripts.lib.states.encoded import EncodedStates, decoded, joined, planes
+from scripts.lib.states.format import HiddenShard, write_shard
+from scripts.lib.states.reader import check_finite, read_shard
+from scripts.lib.states.storing import Storing, every_storing
+from scripts.lib.training.rows import shard_rows
+
+H = 64
+LENGTHS = (1, 40, 7, 300)
+SPANS = ((0, 1), (4, 30), (2, 5), (10, 200))
+
+
+def shard(seed: int = 0) -> HiddenShard:
+    """Rows of noise whose layers and first tokens differ in scale as a target's do; the first has no teacher."""
+    torch.manual_seed(seed)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    aux = torch.randn(int(offsets[-1]), 3, H) * torch.tensor([0.3, 3.0, 8.0])[:, None]
+    aux[offsets[:-1]] *= 1000
+    spans = [(int(start) + first, int(start) + last) for start, (first, last) in zip(offsets, SPANS, strict=False)]
+    places = torch.tensor([place for first, last in spans for place in range(first, last - 1)])
+    return HiddenShard(
+        input_ids=torch.arange(int(offsets[-1]), dtype=torch.int32),
+        row_offsets=offsets,
+        aux=aux.bfloat16(),
+        final=torch.randn(len(places), H).bfloat16(),
+        final_index=places,
+        argmax=torch.zeros(len(places), dtype=torch.int32),
+        loss_spans=torch.tensor(spans),
+        ids=tuple("abcd"),
+    )
+
+
+@pytest.mark.parametrize("storing", list(every_storing()), ids=str)
+def test_states_come_back_exact_or_within_fp8_and_equal_shards_are_equal_bytes(tmp_path: Path, storing: Storing) -> None:
+    for name in ("one", "two"):
+        write_shard(tmp_path / name, shard(), storing)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    back, made = read_shard(tmp_path / "one"), shard()
+    check_finite(tmp_path / "one", back)
+    assert torch.equal(decoded(back.final), decoded(made.final)) and back.ids == made.ids
+    wanted, got = decoded(made.aux).float(), decoded(back.aux).float()
+    if storing.dtype == "bfloat16":
+        assert torch.equal(wanted, got)
+    else:
+        largest = wanted.abs().amax(-1, keepdim=True)
+        assert not torch.equal(wanted, got)
+        assert ((wanted - got).abs() <= wanted.abs() / 16 * 1.01 + largest / 448 * 2**-10 * 1.01).all()
+        assert torch.nn.functional.cosine_similarity(wanted, got, dim=-1).min() > 0.999
+
+
+def test_every_bit_pattern_of_bfloat16_survives_its_planes() -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    assert torch.equal(joined(*planes(bits.view(torch.bfloat16))).view(torch.int16), bits)
+
+
+@pytest.mark.parametrize("storing", list(every_storing())[1:], ids=str)
+def test_a_training_row_decodes_its_own_states_and_no_other(tmp_path: Path, storing: Storing) -> None:
+    """Whole shards in memory would be terabytes; a row is decoded when its batch is made."""
+    write_shard(tmp_path / "x.safetensors", shard(), storing)
+    back = read_shard(tmp_path / "x.safetensors")
+    plain = HiddenShard(**{**vars(back), "aux": decoded(back.aux), "final": decoded(back.final)})
+    rows, wanted = (list(shard_rows(tmp_path / "x.safetensors", one)) for one in (back, plain))
+    for row, other in zip(rows, wanted, strict=True):
+        assert row.aux.shape == other.aux.shape and len(row.final) == len(other.final)
+        assert torch.equal(decoded(row.aux), decoded(other.aux)) and torch.equal(decoded(row.final), decoded(other.final))
+        assert torch.equal(decoded(row.aux[row.slots]), decoded(other.aux)[row.slots])
+    for name in ("aux.frames", "aux.scales"):  # the first row cannot be read any more, the others can
+        tensors = load_file(tmp_path / "x.safetensors")
+        if name in tensors:
+            tensors[name].view(torch.uint8).flatten()[:9] = 0xFF
+            save_file(tensors, tmp_path / "y.safetensors", {"ids": json.dumps(back.ids)})
+            torn = list(shard_rows(tmp_path / "y.safetensors", read_shard(tmp_path / "y.safetensors")))
+            assert torch.equal(decoded(torn[3].aux), decoded(wanted[3].aux))
+
+
+def test_any_range_of_encoded_states_is_that_of_the_tensor(tmp_path: Path) -> None:
+    write_shard(tmp_path / "x", shard(), Storing(compression="lossless"))
+    encoded, plain = read_shard(tmp_path / "x").aux, decoded(shard().aux)
+    assert isinstance(encoded, EncodedStates)
+    for start, end in [*pairwise([0, 1, 20, 41, 48, 348]), (0, 348), (5, 5), (47, 49)]:
+        assert torch.equal(decoded(encoded[start:end]), plain[start:end])
+        assert torch.equal(decoded(encoded[start:end][1:9]), plain[start:end][1:9])
+    places = torch.tensor([3, 40, 41, 200])
+    assert torch.equal(decoded(encoded[places]), plain[places])
+
+
+def test_the_formula_is_six_and_two_bytes_a_hidden_unit() -> None:
+    assert Storing().state_bytes(1000, 400, 7168) == 1000 * 43_008 + 400 * 14_336
+    assert Storing("fp8").state_bytes(1000, 400, 7168) == 1000 * (21_504 + 12) + 400 * 14_336
+
+
+@pytest.mark.parametrize(("name", "problem"), [("aux.offsets", "offsets do not cut"), ("aux.scales", "scales are"), ("aux.frames", "cut")])
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path, name: str, problem: str) -> None:
+    write_shard(tmp_path / "x", shard(), Storing("fp8", "lossless"))
+    tensors = load_file(tmp_path / "x")
+    save_file({**tensors, name: tensors[name][:-1].clone()}, tmp_path / "y", {"ids": '["a","b","c","d"]'})
+    with pytest.raises(StageError, match=problem):
+        read_shard(tmp_path / "y")

@@ -80,6 +80,12 @@ def merge_settings(wildcards):
     return settings("merge", "seed", weights={name: weight for name, weight in weights.items() if weight != 1})
 
 
+def hidden_settings(wildcards):
+    """How states are made and stored, and in which datasets every next token was the target's first choice."""
+    hidden = {key: value for key, value in config["hidden"].items() if key != "max_bytes"}
+    return canonical({"hidden": hidden, "greedy": PROMPTS if config["generate"]["temperature"] == 0 else []})
+
+
 def train_settings(wildcards):
     """The drafter's own recipe."""
     return settings("seed", drafter=config["drafters"][wildcards.drafter], name=wildcards.drafter)
@@ -110,6 +116,11 @@ def cell_settings(wildcards):
 def on_machine(wildcards, threads):
     """Device and threads: Snakemake does not compare params that are derived from threads."""
     return json.dumps({"device": config["runtime"]["device"], "threads": threads})
+
+
+def hidden_machine(wildcards, threads):
+    """Device, threads, and the bytes that states may take, which decide whether the job starts and no byte of what it writes."""
+    return json.dumps({**json.loads(on_machine(wildcards, threads)), "max_bytes": config["hidden"]["max_bytes"]})
 
 
 THREADS = config["runtime"]["threads"]

@@ -22,8 +22,8 @@ rule hidden:
         gpu=GPUS,
     params:
         **code("scripts/hidden.py"),
-        settings=settings("hidden"),
-        runtime=on_machine,
+        settings=hidden_settings,
+        runtime=hidden_machine,
     shell:
         r"""
         python -m scripts.hidden \

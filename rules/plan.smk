@@ -20,7 +20,7 @@ rule plan:
         "../envs/aerie.yaml"
     params:
         **code("scripts/plan.py"),
-        settings=settings("run", "generate", "encode"),
+        settings=settings("run", "generate", "encode", "hidden"),
     shell:
         r"""
         python -m scripts.plan \

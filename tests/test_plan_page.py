@@ -12,8 +12,14 @@ from scripts.lib.formats.tables import ROWS
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.reporting.forecast import Estimate, Limits, forecast, row_sizes
 from scripts.lib.reporting.planning import plan_page
+from scripts.lib.states.storing import Storing
 
-SETTINGS = {"run": "r", "generate": {"turns": "all", "max_tokens": {"short": 50, "long": 100}}, "encode": {"max_length": 1000}}
+SETTINGS = {
+    "run": "r",
+    "generate": {"turns": "all", "max_tokens": {"short": 50, "long": 100}},
+    "encode": {"max_length": 1000},
+    "hidden": {"stored": "bfloat16", "compression": "none", "max_bytes": None},
+}
 
 
 def turn(role, content=None):
@@ -70,7 +76,7 @@ def test_tokens_are_expected_from_old_answers_and_bounded_by_the_limit(run):
 
 def test_bytes_are_six_and_two_of_each_hidden_unit(run):
     page = plan_page(*run, SETTINGS, free=7000)
-    assert Estimate(150, 100).state_bytes(8) == 8 * (6 * 150 + 2 * 100)
+    assert Estimate(150, 100).state_bytes(8, Storing()) == 8 * (6 * 150 + 2 * 100)
     assert line(page, "expected") == ["expected", "150", "100", "8.6 KiB", "6.8 KiB"]
     assert "**They do not fit**" in page
     assert "They fit if answers are as long as expected" in plan_page(*run, SETTINGS, free=9000)

@@ -65,3 +65,7 @@ class TargetEngine(Protocol):
     def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
         """States of `rows` at the three boundary ids (state k = residual stream entering layer k), in the same order."""
         ...
+
+    def reference(self, input_ids: Sequence[int], boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`aux` [T, 3, H] and `final` [T, H] of one row in the plainest way there is, to check `states` against."""
+        ...

@@ -61,8 +61,15 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def logits(self, final: torch.Tensor) -> torch.Tensor:
-        """Logits [F, V] of final states [F, H]."""
-        return self.model.lm_head(final)
+        """Logits [F, V] of final states [F, H], wherever and in whatever dtype they are."""
+        return self.model.lm_head(final.to(self.model.device, self.model.dtype))
+
+    @torch.inference_mode()
+    def reference(self, input_ids: Sequence[int], boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`aux` [T, 3, H] and `final` [T, H] of one row from transformers' own list of hidden states: no taps, batch or cache."""
+        ids = torch.tensor([list(input_ids)], device=self.model.device)
+        output = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        return torch.stack([output.hidden_states[boundary][0] for boundary in boundaries], dim=1), output.last_hidden_state[0]
 
     @torch.inference_mode()
     def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:

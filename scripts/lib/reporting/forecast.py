@@ -12,8 +12,7 @@ from typing import Any
 import polars as pl
 
 from scripts.lib.ground.manifest import Manifest, checked_shard
-
-AUX_BYTES, FINAL_BYTES = 6, 2  # of each hidden unit in bfloat16: three aux states a token, the final state of trained tokens
+from scripts.lib.states.storing import Storing
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,9 @@ class Estimate:
     def __add__(self, other: "Estimate") -> "Estimate":
         return Estimate(self.tokens + other.tokens, self.trained + other.trained)
 
-    def state_bytes(self, hidden_size: int) -> float:
-        """Bytes of the hidden states: 6H for each token and 2H for each trained one."""
-        return hidden_size * (AUX_BYTES * self.tokens + FINAL_BYTES * self.trained)
+    def state_bytes(self, hidden_size: int, storing: Storing) -> float:
+        """Bytes of the hidden states."""
+        return storing.state_bytes(self.tokens, self.trained, hidden_size)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from scripts.lib.ground.manifest import Manifest, read_manifest
 from scripts.lib.reporting.forecast import Estimate, Forecast, Limits, forecast
 from scripts.lib.reporting.sampling import kept_by_kind, reasons_table, rows_table
 from scripts.lib.reporting.table import Table, number, size
+from scripts.lib.states.storing import Storing, every_storing
 
 
 def plan_page(prepared: Sequence[Path], target: Path, settings: Mapping[str, Any], free: int) -> str:
@@ -18,6 +19,9 @@ def plan_page(prepared: Sequence[Path], target: Path, settings: Mapping[str, Any
     kept = kept_by_kind(manifests)
     total = sum(forecasts.values(), Forecast())
     hidden_size = read_manifest(target, "target").facts["hidden_size"]
+    hidden = settings["hidden"]
+    storing = Storing(hidden["stored"], hidden["compression"])
+    room = free if hidden["max_bytes"] is None else min(free, hidden["max_bytes"])
     parts = [
         f"# Plan of run {settings['run']}",
         f"{number(kept.total())} rows are kept: {number(kept['native'])} native and {number(kept['prompts'])} prompts.",
@@ -32,9 +36,10 @@ def plan_page(prepared: Sequence[Path], target: Path, settings: Mapping[str, Any
         "those of the source. At most: every new answer at its limit, every row within encode.max_length. Prompts alone are counted.",
         token_table(forecasts, total).markdown(),
         "## Hidden states",
-        f"6H bytes a token and 2H more a trained token, H = {number(hidden_size)}.",
-        state_table(total, hidden_size, free).markdown(),
-        verdict(total, hidden_size, free),
+        f"Stored as {storing}: {number(storing.token_bytes(hidden_size))} bytes a token and "
+        f"{number(storing.teacher_bytes(hidden_size))} more a trained token, H = {number(hidden_size)}.",
+        state_table(total, hidden_size, storing, room).markdown(),
+        verdict(total, hidden_size, storing, room),
     ]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
 
@@ -60,23 +65,29 @@ def token_table(forecasts: Mapping[str, Forecast], total: Forecast) -> Table:
     return Table(header, lines, ("dataset",))
 
 
-def state_table(total: Forecast, hidden_size: int, free: int) -> Table:
-    """Bytes of the hidden states beside the free bytes."""
+def state_table(total: Forecast, hidden_size: int, storing: Storing, room: int) -> Table:
+    """Bytes of the hidden states beside those that there is room for."""
     estimates: dict[str, Estimate] = {"expected": total.expected, "at most": total.at_most}
     lines = [
-        [name, number(one.tokens), number(one.trained), size(one.state_bytes(hidden_size)), size(free)] for name, one in estimates.items()
+        [name, number(one.tokens), number(one.trained), size(one.state_bytes(hidden_size, storing)), size(room)]
+        for name, one in estimates.items()
     ]
-    return Table(["estimate", "tokens", "trained tokens", "hidden states", "free here"], lines, ("estimate",))
+    return Table(["estimate", "tokens", "trained tokens", "hidden states", "room"], lines, ("estimate",))
 
 
-def verdict(total: Forecast, hidden_size: int, free: int) -> str:
-    """In words: do the hidden states fit?"""
-    expected, at_most = (one.state_bytes(hidden_size) for one in (total.expected, total.at_most))
-    if at_most <= free:
+def verdict(total: Forecast, hidden_size: int, storing: Storing, room: int) -> str:
+    """In words: is there room for the hidden states, and stored how would there be?"""
+    expected, at_most = (one.state_bytes(hidden_size, storing) for one in (total.expected, total.at_most))
+    if at_most <= room:
         return "They fit, even at most."
-    if expected <= free:
+    if expected <= room:
         return "They fit if answers are as long as expected, not if all reach their limit."
-    return "**They do not fit**: lower `samples`, `generate.max_tokens` or `encode.max_length`, or give results/ a larger disk."
+    fitting = [other for other in every_storing() if total.expected.state_bytes(hidden_size, other) <= room]
+    stored = "".join(f" store them as `{other}` ({size(total.expected.state_bytes(hidden_size, other))})," for other in fitting)
+    return (
+        f"**They do not fit**:{stored} lower `samples`, `generate.max_tokens` or `encode.max_length`, or give results/ a larger disk "
+        "and `hidden.max_bytes` a larger value."
+    )
 
 
 def free_bytes(folder: Path) -> int:

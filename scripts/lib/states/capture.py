@@ -1,4 +1,4 @@
-"""The forward passes of one shard, and the checks of what came out.
+"""The forward passes of one shard.
 
 Shapes: T tokens of a row, F positions of it with a teacher, H hidden size.
 """
@@ -14,7 +14,6 @@ from scripts.lib.states.rows import TokenRow
 
 LEAD_TOKENS = 16  # rows with so many first tokens in common are put together: most begin with the same system text
 LEAD_ROWS = 8  # fewer rows of one beginning go with the rest, where batches are fuller
-NOISE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}  # of the largest logit: below it two logits are a near tie
 
 
 def capture(engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batch_tokens: int) -> list[RowStates]:
@@ -56,27 +55,3 @@ def stored(row: TokenRow, state: RowStates) -> RowStates:
             "a prefix cache drops states: switch it off in the engine"
         )
     return RowStates(state.aux.to("cpu", torch.bfloat16), state.final.to("cpu", torch.bfloat16), state.argmax.cpu())
-
-
-def defect(state: RowStates) -> str | None:
-    """Why the states of a row must not be trained on, or None."""
-    if not (torch.isfinite(state.aux).all() and torch.isfinite(state.final).all()):
-        return "non_finite"
-    return "zero_state" if bool((state.aux == 0).all(-1).any()) else None
-
-
-def check_sample(engine: TargetEngine, row: TokenRow, argmax: torch.Tensor, boundaries: Sequence[int], dtype: str) -> None:
-    """Compute `row` alone and compare with `argmax` [F] from its batch: padding and neighbours must decide nothing but near ties.
-
-    Raises StageError with the first position that differs by more than the noise of `dtype`.
-    """
-    (alone,) = engine.states([StateRequest(row.input_ids, row.final_index)], boundaries)
-    best = alone.argmax.cpu()
-    for place in (best != argmax).nonzero().flatten().tolist():
-        logits = engine.logits(alone.final[place : place + 1])[0].float()
-        gap = float(logits[best[place]] - logits[argmax[place]])
-        if not gap <= NOISE[dtype] * float(logits.abs().max()):
-            raise StageError(
-                f"row {row.id}, position {row.final_index[place]}: best is {int(argmax[place])} in the batch and {int(best[place])} alone, "
-                f"with a gap of {gap:.3g}, more than {dtype} explains; the engine mixes up rows or padding, please report it with this log"
-            )

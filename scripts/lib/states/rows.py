@@ -1,5 +1,6 @@
 """Token rows, and how they are cut into shards."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import polars as pl
 
 from scripts.lib.ground.files import canonical, sha256_text
 from scripts.lib.ground.manifest import checked_shard, read_manifest
+from scripts.lib.states.storing import Storing
 
 SPLITS = ("train", "eval")
+FRAME_BYTES = 512  # of a compressed row beyond its share: offsets, and the tables of the entropy coder
 LENGTHS = {
     "tokens": pl.col("input_ids").list.len(),
     "teachers": pl.col("loss_spans").list.eval((pl.element().struct["end"] - pl.element().struct["start"] - 1).clip(0)).list.sum(),
@@ -26,6 +29,7 @@ class TokenRow:
     id: str
     input_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    dataset: str = ""
 
     @cached_property
     def final_index(self) -> tuple[int, ...]:
@@ -51,13 +55,15 @@ class ShardPlan:
         frame = pl.scan_parquet(list(self.files)).slice(self.first, self.rows).with_columns(**LENGTHS).collect()
         kept = frame.filter(rejection(self.context).is_null())
         return [
-            TokenRow(name, tuple(ids), tuple((span["start"], span["end"]) for span in spans))
-            for name, ids, spans in kept.select("id", "input_ids", "loss_spans").iter_rows()
+            TokenRow(name, tuple(ids), tuple((span["start"], span["end"]) for span in spans), dataset)
+            for name, ids, spans, dataset in kept.select("id", "input_ids", "loss_spans", "dataset").iter_rows()
         ]
 
-    def bytes(self, hidden_size: int) -> int:
-        """Size of the file, give or take its header: three aux states a token and a final one a teacher, 2 bytes a number."""
-        return self.tokens * (6 * hidden_size + 4) + self.teachers * (2 * hidden_size + 12) + 16 * (self.spans + self.rows) + 4096
+    def bytes(self, hidden_size: int, storing: Storing) -> int:
+        """Size of the file, give or take its header: states, 4 bytes of id a token, 12 of place and argmax a teacher, spans and offsets."""
+        states = storing.state_bytes(self.tokens, self.teachers, hidden_size)
+        frames = 0 if storing.compression == "none" else FRAME_BYTES * self.rows
+        return math.ceil(states) + 4 * self.tokens + 12 * self.teachers + 16 * (self.spans + self.rows) + frames + 4096
 
 
 def rejection(context: int) -> pl.Expr:

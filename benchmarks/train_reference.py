@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from scripts.lib.eagle3.model import Drafter
+from scripts.lib.states.encoded import decoded
 from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.stepping import Recipe
 
@@ -52,10 +53,10 @@ def plain_row(plain: PlainStep, row: TrainingRow, steps: int) -> list[tuple[Tens
     layer, attention = drafter.midlayer, drafter.midlayer.self_attn
     length = len(row.aux)
     final = torch.zeros(length, row.final.shape[1])
-    final[row.slots] = row.final.float()
+    final[row.slots] = decoded(row.final).float()
     probabilities = torch.softmax(final @ plain.head.T, -1)[:, drafter.t2d]
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    hidden, tokens, keys, values, masks, found = drafter.fuse(row.aux.float()), row.tokens[1:].long(), [], [], [], []
+    hidden, tokens, keys, values, masks, found = drafter.fuse(decoded(row.aux).float()), row.tokens[1:].long(), [], [], [], []
     for step in range(steps):
         positions = torch.arange(length) + step
         inputs = layer.inputs(embedding[tokens.roll(-step)], hidden)

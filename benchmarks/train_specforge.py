@@ -17,6 +17,7 @@ from specforge.optimizer import BF16Optimizer
 from torch import Tensor, nn
 
 from benchmarks.train_rows import Shape
+from scripts.lib.states.encoded import decoded
 from scripts.lib.training.batches import TrainingRow
 
 WARMUP, DECAY = 6, 0.8
@@ -104,6 +105,6 @@ def padded(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
         made["input_ids"][number, : len(row.tokens)] = row.tokens
         made["attention_mask"][number, : len(row.tokens)] = 1
         made["loss_mask"][number, row.slots] = 1
-        hidden[number, : len(row.aux)] = row.aux.flatten(1)
-        target[number, row.slots + 1] = row.final
+        hidden[number, : len(row.aux)] = decoded(row.aux).flatten(1)
+        target[number, row.slots + 1] = decoded(row.final)
     return {name: tensor.cuda() for name, tensor in (made | {"hidden_state": hidden, "target": target}).items()}

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from benchmarks.train_rows import SHAPES, Shape, conversations, made_up_rows
 from scripts.lib.ground.manifest import NAME, Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job, run
+from scripts.lib.states.encoded import decoded
 from scripts.lib.states.format import HiddenShard, write_shard
 from scripts.lib.training.batches import TrainingRow, offsets
 from scripts.lib.training.build import train
@@ -112,12 +113,12 @@ def shard(rows: Sequence[TrainingRow]) -> HiddenShard:
     for row, start in zip(rows, starts, strict=False):
         firsts = [0, *((row.remaining[:-1] == 1).nonzero().flatten() + 1).tolist()]
         spans += [[start + int(row.slots[first]) + 1, start + int(row.slots[first]) + int(row.remaining[first]) + 2] for first in firsts]
-    padding = rows[0].aux[:2]
+    padding = decoded(rows[0].aux)[:2]
     return HiddenShard(
         input_ids=torch.cat([torch.cat([row.tokens, row.tokens[-1:]]) for row in rows]),
         row_offsets=torch.tensor(starts),
-        aux=torch.cat([torch.cat([row.aux, padding]) for row in rows]),
-        final=torch.cat([row.final for row in rows]),
+        aux=torch.cat([torch.cat([decoded(row.aux), padding]) for row in rows]),
+        final=torch.cat([decoded(row.final) for row in rows]),
         final_index=torch.cat([row.slots + 1 + start for row, start in zip(rows, starts, strict=False)]),
         argmax=torch.cat([row.argmax for row in rows]),
         loss_spans=torch.tensor(spans),

@@ -201,7 +201,8 @@ def test_a_full_disk_in_mid_dump_loses_no_finished_shard(
 ) -> None:
     job, whole = (hidden_job(tmp_path / name, merged, target) for name in ("full", "whole"))
     run(whole, hidden)
-    write, made = stage.write_shard, []
+    made: list[str] = []
+    write = stage.write_shard
 
     def full(path: Path, shard: HiddenShard, storing: Storing) -> None:
         if len(made) == 2:

@@ -4,7 +4,7 @@ Shapes: T tokens of a row, F positions of it with a teacher, H hidden size.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -14,14 +14,27 @@ from scripts.lib.states.rows import TokenRow
 
 LEAD_TOKENS = 16  # rows with so many first tokens in common are put together: most begin with the same system text
 LEAD_ROWS = 8  # fewer rows of one beginning go with the rest, where batches are fuller
+Known = Callable[[Sequence[TokenRow]], Sequence[RowStates] | None]
 
 
-def capture(engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batch_tokens: int) -> list[RowStates]:
-    """States of `rows`, in their order, as a shard holds them. Raises StageError when the engine gives other than one state a token."""
+def unknown(_: Sequence[TokenRow]) -> None:
+    """No batch is known."""
+
+
+def capture(
+    engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batch_tokens: int, known: Known = unknown
+) -> list[RowStates]:
+    """States of `rows`, in their order, as a shard holds them; the engine is not asked for batches that are `known`.
+
+    Raises StageError when the engine gives other than one state a token.
+    """
     states: dict[int, RowStates] = {}
     for batch in batches([row.input_ids for row in rows], batch_tokens):
-        requests = [StateRequest(rows[index].input_ids, rows[index].final_index) for index in batch]
-        for index, state in zip(batch, engine.states(requests, boundaries), strict=True):
+        members = [rows[index] for index in batch]
+        made = known(members)
+        if made is None:
+            made = engine.states([StateRequest(row.input_ids, row.final_index) for row in members], boundaries)
+        for index, state in zip(batch, made, strict=True):
             states[index] = stored(rows[index], state)
     return [states[index] for index in range(len(rows))]
 

@@ -5,21 +5,24 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 from scripts.lib.eagle3.layers import checked_boundaries, default_boundaries
 from scripts.lib.engines.opening import EngineSettings, TargetShape, open_engine
 from scripts.lib.engines.protocol import RowStates, TargetEngine
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import sha256_text, write_json
+from scripts.lib.ground.files import canonical, sha256_text, write_json
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.progress import Progress
+from scripts.lib.ground.provenance import code
 from scripts.lib.ground.stage import Job, Result
 from scripts.lib.states.budget import Budget
-from scripts.lib.states.capture import capture
+from scripts.lib.states.capture import batches, capture
 from scripts.lib.states.checks import check_sample, defect, unlike_greedy
 from scripts.lib.states.format import packed, write_shard
 from scripts.lib.states.reader import read_shard
+from scripts.lib.states.reuse import Earlier, write_table
 from scripts.lib.states.rows import SPLITS, ShardPlan, TokenRow, digest, plan_shards
 from scripts.lib.states.storing import Storing
 
@@ -53,12 +56,14 @@ class Receipt:
     """What is known of a finished shard: a digest of the rows it was made of, and those left out, as (place, id, reason).
 
     Of the `greedy` positions, where the target wrote the next token as its first choice, `unlike` have another first choice now.
+    `batches` holds for each row of the file the name of its batch and its number in it.
     """
 
     rows: str
     rejected: tuple[tuple[int, str, str], ...]
     greedy: int
     unlike: int
+    batches: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class ShardWriter:
     boundaries: Sequence[int]
     engine: Callable[[], TargetEngine]
     greedy: frozenset[str]
+    earlier: Earlier
 
     def receipt(self, plan: ShardPlan) -> Receipt | None:
         """The receipt of a shard that an earlier attempt finished, None when the shard must be made."""
@@ -78,7 +84,7 @@ class ShardWriter:
         data = json.loads(self._receipt_path(plan).read_text())
         rows = plan.read()
         rejected = tuple((place, row, reason) for place, row, reason in data["rejected"])
-        receipt = Receipt(data["rows"], rejected, data["greedy"], data["unlike"])
+        receipt = Receipt(data["rows"], rejected, data["greedy"], data["unlike"], tuple((name, member) for name, member in data["batches"]))
         lost = {place for place, _, _ in receipt.rejected}
         kept = [row.id for place, row in enumerate(rows) if place not in lost]
         path = self.folder / plan.name
@@ -88,11 +94,13 @@ class ShardWriter:
     def write(self, plan: ShardPlan) -> Receipt:
         """Make the shard: forward passes, checks, file, receipt."""
         rows = plan.read()
-        states = capture(self.engine(), rows, self.boundaries, self.settings.batch_tokens)
+        states = capture(self.engine(), rows, self.boundaries, self.settings.batch_tokens, self.earlier.states)
         defects = [defect(state) for state in states]
         good = [place for place, why in enumerate(defects) if why is None]
         rejected = tuple((place, rows[place].id, why) for place, why in enumerate(defects) if why)
-        receipt = Receipt(digest(rows), rejected, *self._checked([(rows[place], states[place]) for place in good]))
+        greedy, unlike = self._checked([(rows[place], states[place]) for place in good])
+        members = self._members(rows)
+        receipt = Receipt(digest(rows), rejected, greedy, unlike, tuple(members[place] for place in good))
         if good:
             shard = packed([rows[place] for place in good], [states[place] for place in good])
             write_shard(self.folder / plan.name, shard, self.settings.storing)
@@ -116,6 +124,14 @@ class ShardWriter:
             )
         return greedy, sum(unlike)
 
+    def _members(self, rows: Sequence[TokenRow]) -> dict[int, tuple[str, int]]:
+        """Name of the batch of each of `rows`, and its number in it."""
+        made: dict[int, tuple[str, int]] = {}
+        for batch in batches([row.input_ids for row in rows], self.settings.batch_tokens):
+            name = self.earlier.batch([rows[index] for index in batch])
+            made |= {index: (name, member) for member, index in enumerate(batch)}
+        return made
+
     def _receipt_path(self, plan: ShardPlan) -> Path:
         return self.folder / "partial" / f"{plan.name}.json"
 
@@ -133,7 +149,8 @@ def hidden(job: Job, folder: Path) -> Result:
     opening = EngineSettings(settings.engine, settings.dtype, job.runtime["device"], job.runtime["threads"])
     engine = functools.cache(lambda: open_engine(opening, target, frozenset()))
     (folder / "partial").mkdir(exist_ok=True)
-    writer = ShardWriter(folder, settings, boundaries, engine, frozenset(job.settings.get("greedy", ())))
+    earlier = Earlier(job.output, context(job, opening, boundaries))
+    writer = ShardWriter(folder, settings, boundaries, engine, frozenset(job.settings.get("greedy", ())), earlier)
     receipts = {plan.name: receipt for plan in plans if (receipt := writer.receipt(plan))}
     missing = [plan for plan in plans if plan.name not in receipts]
     budget = Budget(folder, shape.hidden_size, shutil.disk_usage(folder).free, job.runtime.get("max_bytes"))
@@ -146,6 +163,7 @@ def hidden(job: Job, folder: Path) -> Result:
     quarantined = [[row, reason] for plan in plans for _, row, reason in receipts[plan.name].rejected]
     rejected.update(reason for _, reason in quarantined)
     shards = described(plans, folder)
+    write_table(folder, {shard.name: receipts[shard.name].batches for shard in shards})
     check_splits(shards, rejected, job.output)
     facts = {
         "boundaries": boundaries,
@@ -160,7 +178,16 @@ def hidden(job: Job, folder: Path) -> Result:
         "quarantined": quarantined,
     }
     manifest = Manifest("hidden", job.settings, job.input_digests(), counts(shards, rejected), shards, facts)
-    return Result(manifest, cost={"tokens_per_second": round((progress.done - progress.resumed_at) / progress.seconds, 1)})
+    rate = round((progress.done - progress.resumed_at) / progress.seconds, 1)
+    return Result(manifest, cost={"tokens_per_second": rate, "reused_rows": earlier.reused})
+
+
+def context(job: Job, opening: EngineSettings, boundaries: Sequence[int]) -> str:
+    """Names all that decides what the engine gives for a batch: target, layers, arithmetic, device, code and versions."""
+    target = job.input_digests()[str(job.input("target"))]
+    versions = [metadata.version(name) for name in ("torch", "transformers")]
+    parts = [target, list(boundaries), opening.engine, opening.dtype, opening.device, code("scripts/hidden.py"), versions]
+    return sha256_text(canonical(parts))
 
 
 def counts(shards: Sequence[Shard], rejected: Mapping[str, int]) -> Counts:

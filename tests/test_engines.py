@@ -11,9 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from scripts.lib.engines import decoding
 from scripts.lib.engines.decoder import tapped
-from scripts.lib.engines.opening import EngineSettings, open_engine
+from scripts.lib.engines.opening import open_engine
 from scripts.lib.engines.protocol import Request, StateRequest
 from scripts.lib.engines.sampling import Sampler
+from scripts.lib.engines.settings import EngineSettings
 from scripts.lib.engines.transformers_engine import SHARED_TOKENS, TransformersEngine, forward_states, load_target
 from scripts.lib.ground.errors import StageError
 from tests.tiny import save_tiny_target

@@ -14,8 +14,8 @@ from scripts.lib.chat.messages import Message, from_rows
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.engines.protocol import Completion, Request
 from scripts.lib.generation import responses
+from scripts.lib.generation.build import generate
 from scripts.lib.generation.conversation import Conversation, places, split_reasoning
-from scripts.lib.generation.responses import generate
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job, run

@@ -12,8 +12,8 @@ import pytest
 
 from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate
+from scripts.lib.generation.build import generate
 from scripts.lib.generation.dialects import reasoning_of
-from scripts.lib.generation.responses import generate
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job, run

@@ -8,8 +8,8 @@ from typing import Any
 import polars as pl
 
 from scripts.lib.chat.rows import write_table
+from scripts.lib.generation.build import generate
 from scripts.lib.generation.intake import Intake
-from scripts.lib.generation.responses import generate
 from scripts.lib.generation.settings import GenerateSettings
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import sha256_text

@@ -1,4 +1,4 @@
-"""Stage generate: prepared rows to answers of the target."""
+"""The engine `transformers`: prepared rows to answers of the target, in this process."""
 
 import functools
 from collections import Counter
@@ -10,12 +10,12 @@ import polars as pl
 
 from scripts.lib.chat.rows import write_table
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.engines.opening import TargetShape, open_engine
+from scripts.lib.engines.opening import open_engine
+from scripts.lib.engines.settings import TargetShape
 from scripts.lib.generation.conversation import Conversation
 from scripts.lib.generation.journal import Journal
 from scripts.lib.generation.publishing import RESPONSES, by_turn, publish_failed
 from scripts.lib.generation.rounds import Rounds
-from scripts.lib.generation.served import generate_served
 from scripts.lib.generation.settings import GenerateSettings
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, checked_shard, read_manifest
@@ -23,14 +23,11 @@ from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.stage import Job, Result
 
 
-def generate(job: Job, folder: Path) -> Result:
-    """Let the target write the turns that the settings ask for; one row out per turn, or one in `failed.parquet`.
+def generate_in_process(job: Job, settings: GenerateSettings, folder: Path) -> Result:
+    """Let the target write the turns in this process; one row out per turn, or one in `failed.parquet`.
 
     Raises StageError when no turn at all got an answer.
     """
-    settings = GenerateSettings.of(job.settings)
-    if settings.engine == "sglang":
-        return generate_served(job, settings, folder)
     target = job.input("target").parent
     template = ChatTemplate.load(target)
     conversations = read_conversations(job.input("prepared"), settings.turns)

@@ -8,7 +8,7 @@ from pathlib import Path
 import uvloop
 
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.engines.opening import TargetShape
+from scripts.lib.engines.settings import TargetShape
 from scripts.lib.generation.client import Client
 from scripts.lib.generation.conversation import Conversation
 from scripts.lib.generation.driver import Driver, Prompts

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.lib.engines.opening import EngineSettings
+from scripts.lib.engines.settings import EngineSettings
 from scripts.lib.ground.errors import StageError
 
 CHOICES = {"turns": ("first", "all", "last"), "truncated": ("keep", "drop")}

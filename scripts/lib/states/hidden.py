@@ -9,8 +9,9 @@ from importlib import metadata
 from pathlib import Path
 
 from scripts.lib.eagle3.layers import checked_boundaries, default_boundaries
-from scripts.lib.engines.opening import EngineSettings, TargetShape, open_engine
+from scripts.lib.engines.opening import open_engine
 from scripts.lib.engines.protocol import RowStates, TargetEngine
+from scripts.lib.engines.settings import EngineSettings, TargetShape
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import canonical, sha256_text, write_json
 from scripts.lib.ground.manifest import Counts, Manifest, Shard

@@ -130,7 +130,7 @@ def command(job: Job) -> list[str]:
 def start(job: Job, log: Path, file_limit: int = -1) -> ForkServerProcess:
     """`python -m scripts.<stage>` for `job` as a process group of its own, forked from a server that has torch loaded already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["scripts.lib.generation.responses", "scripts.lib.states.hidden"])
+    context.set_forkserver_preload(["scripts.lib.generation.responses", "scripts.lib.generation.served", "scripts.lib.states.hidden"])
     process = context.Process(target=stage_process, args=(command(job), log, file_limit))
     process.start()
     return process

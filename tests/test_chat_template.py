@@ -14,6 +14,11 @@ from tests.chat_parts import CALLS_AS_ITEMS, CALLS_AS_JSON, CALLS_AS_TEXT, CALLS
 from tests.tiny import CHATML
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "mul", "description": "", "parameters": {}}}])
+KIMI_K2 = (
+    "{%- for m in messages -%}{{- m.name or m.role -}}{{- ': ' -}}"
+    "{%- if m.role == 'tool' -%}{{- '## Return of ' ~ m.tool_call_id ~ '\\n' -}}{%- endif -%}{{- m.content or '' -}}"
+    "{%- for call in m.tool_calls or [] -%}{{- '[' ~ call['id'] ~ ']' -}}{%- endfor -%}{%- endfor -%}"
+)
 IDS = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
 
 
@@ -111,6 +116,18 @@ def test_a_tool_call_without_content_is_not_rendered_as_none(tmp_path):
     assert "None" not in load(tmp_path, CALLS_AS_JSON).render([*talk("go"), calls({})])
 
 
+def test_results_of_tools_name_the_call_that_they_answer(tmp_path):
+    """Kimi K2's template prints ids, which few datasets hold: unnamed calls are named as Kimi's servers do, results in their order."""
+    template = load(tmp_path, KIMI_K2)
+    both = Message("assistant", None, tool_calls=json.dumps([{"function": {"name": name, "arguments": {}}} for name in ("add", "mul")]))
+    text = template.render([*talk("go"), both, Message("tool", "3"), Message("tool", "4"), calls({}), Message("tool", "5")])
+    assert text.endswith("functions.mul:2]tool: ## Return of functions.mul:2\n5")
+    assert "functions.add:0][functions.mul:1]tool: ## Return of functions.add:0\n3tool: ## Return of functions.mul:1\n4" in text
+    own = Message("assistant", None, tool_calls=json.dumps([{"id": name, "function": {"name": "add", "arguments": {}}} for name in "ab"]))
+    results = [Message("tool", "late", tool_call_id="b", name="add"), Message("tool", "rest")]
+    assert template.render([*talk("go"), own, *results]).endswith("[a][b]add: ## Return of b\nlatetool: ## Return of a\nrest")
+
+
 def test_what_a_template_cannot_show_is_an_error_not_left_out(tmp_path):
     template = load(tmp_path)
     assert not template.takes_tools
@@ -142,9 +159,15 @@ def test_reasoning_is_kept_where_the_template_takes_it(tmp_path):
 
 
 def test_messages_survive_the_way_through_a_table():
-    messages = (Message("system", "s"), Message("user", "u"), calls({"a": 1}), Message("assistant"))
+    messages = (
+        Message("system", "s"),
+        Message("user", "u"),
+        calls({"a": 1}),
+        Message("tool", "t", tool_call_id="c", name="n"),
+        Message("assistant"),
+    )
     assert from_rows(to_rows(messages)) == messages
-    assert [message.pending for message in messages] == [False, False, False, True]
+    assert [message.pending for message in messages] == [False, False, False, False, True]
 
 
 def test_special_tokens_and_digest(tmp_path):

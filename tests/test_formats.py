@@ -129,6 +129,17 @@ def test_tool_calls_have_one_form() -> None:
         canonical_calls([{"arguments": {}}])
 
 
+def test_results_of_tools_keep_the_call_that_they_answer() -> None:
+    turns = [
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": {"name": "mul", "arguments": "{}"}}]},
+        {"role": "tool", "content": {"value": 3}, "tool_call_id": "c1", "name": "mul"},
+        {"role": "tool", "content": "4"},
+    ]
+    results = read({"messages": turns}, "messages", {"messages": "messages"}).messages[2:]
+    assert [(result.content, result.tool_call_id, result.name) for result in results] == [('{"value":3}', "c1", "mul"), ("4", None, None)]
+
+
 def test_turns_in_lists_of_lists() -> None:
     """bfcl: each inner list is a turn and an answer follows it; Python's type names become JSON schema's."""
     function = {"name": "f", "description": "d", "parameters": {"type": "dict", "properties": {"x": {"type": "float"}}}}

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 ROLES = ("system", "user", "assistant", "tool")
+TEXTS = ("content", "reasoning_content", "tool_calls", "tool_call_id", "name")  # of a message beside its role
 
 
 @dataclass(frozen=True)
@@ -11,13 +12,15 @@ class Message:
     """One message of a conversation.
 
     `tool_calls` is the canonical JSON text of the list of calls. An assistant message with neither content nor
-    tool calls is a turn that the target has still to write.
+    tool calls is a turn that the target has still to write. `tool_call_id` and `name` say which call a tool's message answers.
     """
 
     role: str
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @property
     def pending(self) -> bool:
@@ -32,7 +35,7 @@ def to_rows(messages: Iterable[Message]) -> list[dict[str, str | None]]:
 
 def from_rows(rows: Sequence[Mapping[str, str | None]]) -> tuple[Message, ...]:
     """The messages of one cell of a `messages` column."""
-    return tuple(Message(str(row["role"]), row.get("content"), row.get("reasoning_content"), row.get("tool_calls")) for row in rows)
+    return tuple(Message(str(row["role"]), *(row.get(name) for name in TEXTS)) for row in rows)
 
 
 def answerable(messages: Sequence[Message]) -> Iterator[int]:

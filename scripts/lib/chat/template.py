@@ -12,8 +12,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from scripts.lib.chat.control import ControlText, has_marks
-from scripts.lib.chat.messages import Message
-from scripts.lib.chat.wire import wire_message
+from scripts.lib.chat.messages import TEXTS, Message
+from scripts.lib.chat.wire import wire_messages
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import canonical, sha256_text
 
@@ -138,7 +138,7 @@ class ChatTemplate:
                 f"{self.source}: the chat template shows no tool calls; leave such conversations out or choose another target"
             )
         self._refuse_private_characters(messages, tools)
-        hidden = [wire_message(self.control.hide_in(message), self.wants_mapping) for message in messages]
+        hidden = wire_messages([self.control.hide_in(message) for message in messages], self.wants_mapping)
         return self._apply(hidden, tools and self.control.hide(tools), **variables)
 
     def tokenize(self, text: str) -> list[int]:
@@ -179,7 +179,7 @@ class ChatTemplate:
         return [np.array(one.ids, dtype=np.int64) for one in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _refuse_private_characters(self, messages: Sequence[Message], tools: str | None) -> None:
-        texts = [text for message in messages for text in (message.content, message.reasoning_content, message.tool_calls)]
+        texts = [getattr(message, name) for message in messages for name in TEXTS]
         if any(text is not None and has_marks(text) for text in [*texts, tools]):
             raise RenderError(f"{self.source}: the text holds characters of Unicode's plane 15, which stand for control tokens here")
 
@@ -200,7 +200,7 @@ class ChatTemplate:
     def _probe(self, messages: Sequence[Message], tools: str | None = None, as_mapping: bool = True, **variables: Any) -> str:
         """Rendered text of a probe, empty when the template refuses it."""
         try:
-            return self._apply([wire_message(message, as_mapping) for message in messages], tools, **variables)
+            return self._apply(wire_messages(messages, as_mapping), tools, **variables)
         except RenderError:
             return ""
 

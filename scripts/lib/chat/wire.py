@@ -1,10 +1,30 @@
 """Messages in the form that chat templates read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.lib.chat.messages import Message
+
+
+def wire_messages(messages: Sequence[Message], as_mapping: bool) -> list[dict[str, Any]]:
+    """A conversation as a chat template takes it, with an id for every call and every result.
+
+    Sources often leave ids out, and templates that print them (Kimi K2's does) would print nothing. A call without one gets
+    `functions.NAME:N`, as Kimi's servers name the N-th call of a conversation; results without one answer open calls in their order.
+    """
+    wires, count, unanswered = [], 0, list[str]()
+    for message in messages:
+        wire = wire_message(message, as_mapping)
+        for call in wire.get("tool_calls", ()):
+            call.setdefault("id", f"functions.{call['function']['name']}:{count}")
+            unanswered.append(call["id"])
+            count += 1
+        if message.role == "tool" and unanswered:
+            answered = wire.setdefault("tool_call_id", unanswered[0])
+            unanswered = [call_id for call_id in unanswered if call_id != answered]
+        wires.append(wire)
+    return wires
 
 
 def wire_message(message: Message, as_mapping: bool) -> dict[str, Any]:
@@ -15,6 +35,7 @@ def wire_message(message: Message, as_mapping: bool) -> dict[str, Any]:
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning_content is not None:
         wire["reasoning_content"] = message.reasoning_content
+    wire |= {key: text for key, text in (("tool_call_id", message.tool_call_id), ("name", message.name)) if text is not None}
     if message.tool_calls is not None:
         wire["content"] = message.content or ""
         wire["tool_calls"] = [wire_call(call, as_mapping) for call in json.loads(message.tool_calls)]

@@ -6,11 +6,12 @@ from typing import Any
 
 import polars as pl
 
+from scripts.lib.chat.messages import TEXTS
 from scripts.lib.chat.rows import write_table
 from scripts.lib.ground.manifest import Shard
 
 ROWS_PER_SHARD = 65536
-MESSAGE = pl.Struct({name: pl.String for name in ("role", "content", "reasoning_content", "tool_calls")})
+MESSAGE = pl.Struct({name: pl.String for name in ("role", *TEXTS)})
 ROWS: dict[str, Any] = {
     "id": pl.String,
     "group": pl.String,

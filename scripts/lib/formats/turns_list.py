@@ -42,18 +42,24 @@ def typed_message(turn: Any, speaker: str, content: str, roles: Mapping[str, str
     if role is None:
         raise RejectedError(f"unknown_role:{label}", said)
     if role == "tool" and isinstance(said, dict | list) and not is_parts(said):
-        return Message("tool", as_json(said, "not_text"))
+        return result(as_json(said, "not_text"), turn)
     text = text_of(said)
     if role == "assistant":
         return answer(text, turn)
     if text is None:
         raise RejectedError("empty_content", turn)
-    return Message(role, text)
+    return result(text, turn) if role == "tool" else Message(role, text)
 
 
 def is_parts(value: Any) -> bool:
     """Whether `value` is a list of content parts, which carry a type, and not what a tool gave back."""
     return isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
+
+
+def result(text: str, turn: Record) -> Message:
+    """What a tool gave back, with the call that it answers and the tool's name where the turn says so."""
+    known = {name: str(turn[name]) for name in ("tool_call_id", "name") if turn.get(name) is not None}
+    return Message("tool", text, **known)
 
 
 def answer(text: str | None, turn: Record) -> Message:

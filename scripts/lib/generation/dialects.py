@@ -8,7 +8,7 @@ import orjson
 
 from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.chat.wire import wire_message
+from scripts.lib.chat.wire import wire_messages
 from scripts.lib.generation.conversation import Conversation
 from scripts.lib.generation.http import Reply
 from scripts.lib.ground.files import canonical
@@ -95,7 +95,7 @@ class OpenAI:
 
     def body(self, question: Question) -> bytes:
         """The request's body."""
-        messages = [wire_message(message, as_mapping=False) for message in question.conversation.history()]
+        messages = wire_messages(question.conversation.history(), as_mapping=False)
         request = {"model": self.model, "messages": messages, "max_tokens": question.max_tokens, "temperature": question.temperature}
         if question.conversation.tools is not None:
             request["tools"] = orjson.loads(question.conversation.tools)

@@ -58,6 +58,7 @@ rule prepare:
         target="results/{run}/target/manifest.json",
     output:
         manifest=update("results/{run}/prepared/{source}/manifest.json"),
+        rows=update("results/{run}/prepared/{source}/rows-00000.parquet"),
     log:
         "results/{run}/logs/prepare/{source}.log",
     benchmark:

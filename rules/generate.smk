@@ -8,6 +8,8 @@ rule generate:
     """The target's own answers to one dataset's prompts."""
     input:
         prepared="results/{run}/prepared/{dataset}/manifest.json",
+        # Named for its size alone: the scheduler starts the job with the largest inputs first, so that none runs alone at the end.
+        rows=ancient("results/{run}/prepared/{dataset}/rows-00000.parquet"),
         target="results/{run}/target/manifest.json",
     output:
         manifest=update("results/{run}/responses/{dataset}/manifest.json"),

@@ -57,7 +57,7 @@ def test_the_stage_answers_a_seeded_sample_and_publishes_intervals_alone(tmp_pat
     manifest = read_manifest(asked.output / "manifest.json", "calibrate")
     low, middle, high = manifest.facts["tokens"]
     assert manifest.facts["turns"] == 40 and manifest.counts.rows_in == 8
-    assert 40 <= low <= middle <= high <= 1.2 * 40 * 12
+    assert 40 <= low <= middle <= high <= 1.3 * 40 * 12  # what answers can have at most, and the error of the model
     hours = json.loads((asked.output / "cost.json").read_text())["hours"]
     assert len(hours) == 3 and hours == sorted(hours)
     assert sorted(path.name for path in asked.output.iterdir()) == ["cost.json", "manifest.json"]

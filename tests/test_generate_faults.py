@@ -110,6 +110,11 @@ class StubProcess:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def random_kills(chance: random.Random) -> list[tuple[tuple[str, ...], int, float]]:
+    """20 rounds: who is killed, after how many more answers, and seconds until the next start."""
+    return [(VICTIMS[number % len(VICTIMS)], chance.randrange(1, 30), chance.uniform(0, 0.1)) for number in range(ROUNDS)]
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return publish_target(tmp_path_factory.mktemp("published") / "target")
@@ -146,23 +151,30 @@ class KilledRun:
             self.stub.start()
         if "client" in victims and not self.job.output.exists():
             self.process = start(self.job, self.folder / "log")
-            wait_for(lambda: len(self.stub.asked()) > asked, self.process)
-            again = {tuple(prompt) for prompt in self.stub.asked()[asked:]}
-            assert not again & {tuple(prompt) for prompt, _ in self.before.values()}
+            self.check_asked(asked)
+
+    def check_asked(self, asked: int) -> None:
+        """Of what is asked after the first `asked` requests, nothing was answered before."""
+        wait_for(lambda: len(self.stub.asked()) > asked, self.process)
+        again = {tuple(prompt) for prompt in self.stub.asked()[asked:]}
+        assert not again & {tuple(prompt) for prompt, _ in self.before.values()}
 
     def end(self) -> None:
         """Let it end and look at what it published."""
         self.process.join()
         assert self.process.exitcode == 0, (self.folder / "log").read_text()
         check_complete(self.job, self.rows, self.before)
+        self.check_answers()
+
+    def check_answers(self) -> None:
+        """Every published answer is what the stub says to its prompt."""
         table = pl.read_parquet(self.job.output / "responses-00000.parquet")
         assert all(row["output_ids"] == from_prompt({"input_ids": row["prompt_ids"]}) for row in table.iter_rows(named=True))
 
 
 def test_kills_at_random_times_leave_no_hole_and_repeat_nothing(target: Path, tmp_path: Path, stub: StubProcess) -> None:
     """20 rounds: resumed runs of other tools lost rows, doubled rows, and kept errors as answers (DeepSpec issue 35, curator pull 200)."""
-    chance = random.Random(5)
-    kills = [(VICTIMS[number % len(VICTIMS)], chance.randrange(1, 30), chance.uniform(0, 0.1)) for number in range(ROUNDS)]
+    kills = random_kills(random.Random(5))
     while kills:
         run = KilledRun(tmp_path / f"run{len(kills)}", 240, target, stub)
         while kills and not run.job.output.exists():

@@ -29,7 +29,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Foretold:
-    """Low, middle and high of tokens and seconds of all turns; low to high holds 95 % of the draws."""
+    """Low, middle and high of tokens and seconds of all turns; low to high holds 99 % of the draws."""
 
     tokens: tuple[float, float, float]
     seconds: tuple[float, float, float]

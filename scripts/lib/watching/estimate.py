@@ -2,7 +2,7 @@
 
 What is left is what running requests have still to write, given that they are as long as they are, and the answers not yet started, whose
 mean drifts. It is written at the speed of the full phase, which drifts too, until fewer requests are left than slots.
-Everything that is not known exactly is drawn D times; the interval holds the middle 95 % of the draws.
+Everything that is not known exactly is drawn D times; the interval holds the middle 99 % of the draws.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from scripts.lib.watching.rates import Rates
 from scripts.lib.watching.survival import Fit, areas, cumulative, drawn_hazards, fit, mean_and_variance, survival
 from scripts.lib.watching.trend import Seen, forecast
 
-DRAWS = 100
-INTERVAL = (0.025, 0.975)
+DRAWS = 200
+INTERVAL = (0.005, 0.995)
 ENOUGH = 8  # answers before anything is said
-MODEL_ERROR = 0.04  # relative, of all that the model leaves out
+MODEL_ERROR = 0.08  # relative, of all that the model leaves out
 LEVELS = np.geomspace(1 / 30, 30, 61)
 
 
@@ -52,7 +52,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds from now on (`low` to `high` holds 95 % of the draws), tokens still to be written, and mean length of answers to come."""
+    """Seconds from now on (`low` to `high` holds 99 % of the draws), tokens still to be written, and mean length of answers to come."""
 
     low: float
     middle: float

@@ -43,7 +43,7 @@ def page(jobs: Sequence[Found]) -> str:
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
     )
     note = (
-        f"Every {REFRESH_SECONDS} seconds from the progress.json files below results/work. The ETA interval holds 95 % of what may happen."
+        f"Every {REFRESH_SECONDS} seconds from the progress.json files below results/work. The ETA interval holds 99 % of what may happen."
     )
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>aerie: {title}</title><style>{CSS}</style></head>\n'

@@ -28,7 +28,7 @@ def check(folder: Path, target: Path | None) -> None:
     for note in verdict.notes:
         log.info("%s: %s", folder, note)
     if verdict.faults:
-        raise StageError(f"{folder}: {'; '.join(verdict.faults)}")
+        raise StageError(f"{folder}: {'; '.join(fault.text for fault in verdict.faults)}")
     log.info("%s: sound", folder)
 
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from scripts.lib.eagle3.export import save_drafter
 from scripts.lib.eagle3.initial import initialise
-from scripts.lib.eagle3.judging import judge
+from scripts.lib.eagle3.judging import Fault, boundaries_of, judge
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.ground.errors import StageError
 from tests.tiny import tiny_config
@@ -57,6 +57,39 @@ def test_an_embedding_of_its_own_is_noted_and_its_mask_may_be_missing(folder):
     assert verdict.notes == ("embed_tokens.weight is there: the target's replaces it",)
 
 
+def test_weights_of_another_dtype_are_noted(folder):
+    edit(folder, lambda tensors: {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()})
+    verdict = judge(folder, tiny_config())
+    assert verdict.faults == ()
+    assert verdict.notes == ("weights are stored as torch.float16: engines round them to torch_dtype",)
+
+
+def test_states_in_another_order_or_switched_off_are_named(folder):
+    edit_config(
+        folder, eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 1, 4], "use_aux_hidden_state": False}, num_aux_hidden_states=2
+    )
+    faults = judge(folder, tiny_config()).faults
+    assert [fault.name for fault in faults] == ["layers_unread", "fc_width", "layers_unread", "fc_width"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ids", "boundaries"),
+    [
+        ("llama", [1, 3, 4], [2, 4, 5]),
+        ("kimi_k2", [1, 3, 4], [2, 4, 5]),
+        ("kimi_k2", [2, 4, 5], [2, 4, 5]),
+        ("gpt_oss", [2, 4, 8], [2, 4, 8]),
+        ("gpt_oss", [2, 4, 6], [3, 5, 7]),
+        ("llama", None, [2, 4, 5]),
+    ],
+)
+def test_targets_read_layer_ids_in_three_ways(model_type, ids, boundaries):
+    """sgl-project/sglang pull 25454: one list means other layers in another target class."""
+    text = tiny_config()
+    text.model_type = model_type
+    assert boundaries_of({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}, text) == boundaries
+
+
 def without(name):
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
 
@@ -84,7 +117,7 @@ def without(name):
 def test_weights_that_an_engine_would_misread_are_named(folder, change, message):
     """Public reports: lightseekorg/TorchSpec pulls 39 and 63, sgl-project/sglang pull 27908, SafeAILab/EAGLE issue 222."""
     edit(folder, change)
-    assert [fault for fault in judge(folder, tiny_config()).faults if fault.startswith(message)]
+    assert [fault for fault in judge(folder, tiny_config()).faults if fault.text.startswith(message)]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +138,15 @@ def test_weights_that_an_engine_would_misread_are_named(folder, change, message)
 def test_configs_that_an_engine_would_misread_are_named(folder, values, message):
     """Public reports: sgl-project/SpecForge issues 139, 265, 270 and 702."""
     edit_config(folder, **values)
-    assert [fault for fault in judge(folder, tiny_config()).faults if fault.startswith(message)]
+    assert [fault for fault in judge(folder, tiny_config()).faults if fault.text.startswith(message)]
 
 
 def test_a_target_of_another_width_or_vocabulary_is_named(folder):
     other = LlamaConfig(**{**tiny_config().to_dict(), "hidden_size": 128, "vocab_size": 300})
-    assert judge(folder, other).faults[:2] == ("hidden size of the states is 64, the target's 128", "vocab_size is 272, the target's 300")
+    assert judge(folder, other).faults[:2] == (
+        Fault("other_target", "hidden size of the states is 64, the target's 128"),
+        Fault("other_target", "vocab_size is 272, the target's 300"),
+    )
 
 
 def test_a_folder_without_weights_or_with_twins_cannot_be_judged(folder):

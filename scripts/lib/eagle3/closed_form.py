@@ -7,7 +7,7 @@ values read e, and their outputs write the best approximation of M that their wi
 Shapes: n samples, H hidden size, E head size, G key/value heads, R rank of the embedding's part, V target vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class Moments:
         return torch.linalg.solve(gram + RIDGE * self.count * torch.eye(len(gram), device=gram.device), cross)
 
 
-def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Sequence[Sample]) -> None:
+def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Iterable[Sample]) -> None:
     """Write the best linear drafter for `samples` into `drafter`, whose norm and head are the target's; computed where it lies.
 
     `embedding` [V, H] is the target's. The feed-forward block and the remaining heads keep their weights but start silent,
@@ -52,7 +52,7 @@ def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Sequence[Sam
     """
     size = drafter.config.hidden_size
     states, tokens = slice(0, 3 * size), slice(3 * size, 4 * size)
-    used = enough(samples, 4 * size)
+    used = enough(samples, wanted_slots(size))
     scale = torch.cat([mean_square(drafter, used, place) for place in range(3)]).sqrt().to(drafter.fc.weight.device)
     goal = scale[-size:].square().mean().sqrt() / drafter.norm.weight.detach()
     moments = measure(drafter, embedding, used, scale, goal)
@@ -65,14 +65,19 @@ def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Sequence[Sam
         look_at_own_token(drafter, embedding, read, write)
 
 
-def enough(samples: Sequence[Sample], features: int) -> list[Sample]:
-    """The first of `samples` that together hold enough slots for `features` unknowns."""
+def wanted_slots(hidden_size: int) -> int:
+    """How many slots the start is solved from, if there are as many."""
+    return SAMPLES_PER_FEATURE * 4 * hidden_size
+
+
+def enough(samples: Iterable[Sample], slots: int) -> list[Sample]:
+    """The first of `samples` that together hold `slots` or more; no further ones are asked for."""
     used, count = [], 0
     for sample in samples:
-        if count >= SAMPLES_PER_FEATURE * features:
-            break
         used.append(sample)
         count += len(sample.aux)
+        if count >= slots:
+            break
     return used
 
 

@@ -6,7 +6,7 @@ Shapes: H hidden size, D draft vocabulary, V target vocabulary.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,28 @@ from scripts.lib.eagle3.layers import default_boundaries, from_sglang
 from scripts.lib.eagle3.model import UNREAD_ROPE_KEYS
 from scripts.lib.ground.errors import StageError
 
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 TABLES = ("d2t", "t2d")
+# Target classes that take layer ids as boundaries when the first is not 1, and those that do when the last boundary is among them.
+BOUNDARIES_UNLESS_ONE = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
+LAST_IS_CAPTURED = {"gpt_oss"}
+# Weights that an engine reads only if config.json says so.
+SWITCHED = {"fc_norm.0.weight": "fc_norm", "input_norm.weight": "norm_before_fc", "fc.bias": "bias"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that an engine would serve in another way than it was trained: its name, and what shows it."""
+
+    name: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What keeps an engine from serving the drafter as it was trained, and what is unusual but harmless."""
 
-    faults: tuple[str, ...]
+    faults: tuple[Fault, ...]
     notes: tuple[str, ...]
 
 
@@ -47,26 +60,41 @@ def judge(folder: Path, target: PretrainedConfig | None) -> Verdict:
     return Verdict(tuple(fault for found in checks for fault in found), tuple(notes(folder, config, tensors)))
 
 
-def config_faults(config: Mapping[str, Any]) -> Iterator[str]:
+def config_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     """Values of `config.json` that make an engine do something else."""
     if config.get("architectures") != [ARCHITECTURE]:
-        yield f"architectures is {config.get('architectures')}, must be ['{ARCHITECTURE}']"
-    dtype = config.get("torch_dtype", config.get("dtype"))
-    if dtype not in ("bfloat16", None):
-        yield f"torch_dtype is '{dtype}', the target's states are bfloat16: serve with --dtype bfloat16 or correct it"
+        yield Fault("other_architecture", f"architectures is {config.get('architectures')}, must be ['{ARCHITECTURE}']")
+    dtype = config.get("torch_dtype") or config.get("dtype")
+    if dtype != "bfloat16":
+        found = "missing" if dtype is None else f"'{dtype}'"
+        takes = "float16" if dtype in ("float32", None) else dtype
+        yield Fault("dtype_differs", f"torch_dtype is {found}, which an engine serves as {takes}, while the target's states are bfloat16")
     if config.get("tie_word_embeddings", False):
-        yield "tie_word_embeddings is true: the head is then the embedding; set it to false"
+        yield Fault("head_tied", "tie_word_embeddings is true: the embedding would be taken for the head")
     if config.get("num_hidden_layers") != 1:
-        yield f"num_hidden_layers is {config.get('num_hidden_layers')}, must be 1"
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    top = config.get("eagle_aux_hidden_state_layer_ids")
+        yield Fault("other_architecture", f"num_hidden_layers is {config.get('num_hidden_layers')}, must be 1")
+    yield from layer_faults(config)
+    rope = config.get("rope_parameters") or {}
+    thetas = [where["rope_theta"] for where in (config, rope) if where.get("rope_theta") is not None]
+    if not thetas:
+        yield Fault("rope_differs", "rope_theta is missing: engines take 10000")
+    elif thetas[0] != thetas[-1]:
+        yield Fault("rope_differs", f"rope_theta is {thetas[0]}, and {thetas[-1]} in rope_parameters: engines read one or the other")
+
+
+def layer_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Layer ids that an engine reads in another way than they are meant."""
+    eagle, top = config.get("eagle_config") or {}, config.get("eagle_aux_hidden_state_layer_ids")
+    nested = eagle.get("eagle_aux_hidden_state_layer_ids")
     if top is not None and nested is None:
-        yield (
-            f"eagle_aux_hidden_state_layer_ids {top} stand at the top level, which SGLang does not read: "
-            "write the ids of outputs under eagle_config"
-        )
-    if "rope_theta" not in config and "rope_theta" not in (config.get("rope_parameters") or {}):
-        yield "rope_theta is missing: engines take 10000"
+        yield Fault("layers_unread", f"eagle_aux_hidden_state_layer_ids {top} stand at the top level, which SGLang does not read")
+    if nested is not None and sorted(set(nested)) != list(nested):
+        yield Fault("layers_unread", f"the layer ids {nested} do not ascend: engines give the states in ascending order")
+    count = config.get("num_aux_hidden_states")
+    if nested is not None and count not in (None, len(nested)):
+        yield Fault("fc_width", f"num_aux_hidden_states is {count}, but {len(nested)} layers are named")
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        yield Fault("layers_unread", "use_aux_hidden_state is false: no state of the target would reach the drafter")
 
 
 def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -83,10 +111,14 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name in norms}
     if config.get("fc_norm") or config.get("use_aux_norm"):
         shapes |= {f"fc_norm.{number}.weight": (entering,) for number in range(states)}
+    if config.get("norm_before_fc") or (config.get("eagle_config") or {}).get("norm_before_fc"):
+        shapes["input_norm.weight"] = (states * entering,)
+    if config.get("bias"):
+        shapes["fc.bias"] = (size,)
     if entering != size:
         shapes[EMBEDDING] = (config["vocab_size"], size)
     return shapes | {
-        "fc.weight": (size, states * entering),
+        FUSION: (size, states * entering),
         "midlayer.self_attn.q_proj.weight": (queries, 2 * size),
         "midlayer.self_attn.k_proj.weight": (keys, 2 * size),
         "midlayer.self_attn.v_proj.weight": (keys, 2 * size),
@@ -97,63 +129,79 @@ def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def tensor_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Weights that are missing, of another shape, or not finite."""
+def tensor_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Fault]:
+    """Weights that are missing, under another name, of another shape, or not finite."""
     try:
         shapes = expected_shapes(config)
     except KeyError as error:
-        yield f"config.json has no {error}"
+        yield Fault("config_incomplete", f"config.json has no {error}")
         return
     for name, shape in shapes.items():
         if name not in tensors:
-            yield f"{name} is missing: it would stay random"
+            yield absent(name, shape, tensors)
         elif tuple(tensors[name].shape) != shape:
-            yield f"{name} is {list(tensors[name].shape)}, must be {list(shape)}"
+            text = f"{name} is {list(tensors[name].shape)}, must be {list(shape)}"
+            yield Fault("fc_width" if name == FUSION else "weights_shape", text)
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken:
-        yield f"{sorted(broken)} hold values that are not finite"
-    if "fc_norm.0.weight" in tensors and "fc_norm.0.weight" not in shapes:
-        yield "fc_norm.0.weight is there, but config.json does not say fc_norm: it would be skipped"
+        yield Fault("weights_not_finite", f"{sorted(broken)} hold values that are not finite")
+    for name, switch in SWITCHED.items():
+        if name in tensors and name not in shapes:
+            yield Fault("weights_unread", f"{name} is there, but config.json does not say {switch}: it would be skipped")
 
 
-def vocabulary_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def absent(name: str, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> Fault:
+    """The fault of a tensor `name` that is not among `tensors`: nowhere, or under a name that engines skip."""
+    nameless = sorted(other for other in tensors.keys() - KNOWN - {EMBEDDING, HEAD, *TABLES} if tuple(tensors[other].shape) == tuple(shape))
+    if nameless:
+        return Fault("weights_renamed", f"{name} is missing: it would stay random, and {nameless[0]} of its shape would be skipped")
+    return Fault("weights_missing", f"{name} is missing: it would stay random")
+
+
+def vocabulary_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Fault]:
     """A head and tables that do not belong together."""
     size, whole, head = config.get("draft_vocab_size"), config.get("vocab_size", 0), tensors.get(HEAD)
     if size is None:
         if "d2t" in tensors or head is not None:
-            yield "draft_vocab_size is missing: the drafter's head would be replaced by the target's"
+            yield Fault("head_replaced", "draft_vocab_size is missing: the drafter's head would be replaced by the target's")
         return
+    shape = (size, config.get("hidden_size", 0))
     if head is None:
-        yield f"{HEAD} is missing: it would stay random"
-    elif tuple(head.shape) != (size, config.get("hidden_size")):
-        yield f"{HEAD} is {list(head.shape)}, must be [{size}, {config.get('hidden_size')}]"
+        yield absent(HEAD, shape, tensors)
+    elif tuple(head.shape) != shape:
+        yield Fault("weights_shape", f"{HEAD} is {list(head.shape)}, must be {list(shape)}")
     if "d2t" not in tensors:
         if size != whole:
-            yield "d2t is missing: draft ids would be taken for target ids"
+            yield Fault("d2t_missing", "d2t is missing: draft ids would be taken for target ids")
         return
     yield from table_faults(tensors["d2t"], tensors.get("t2d"), size, whole)
 
 
-def table_faults(d2t: Tensor, t2d: Tensor | None, size: int, whole: int) -> Iterator[str]:
+def table_faults(d2t: Tensor, t2d: Tensor | None, size: int, whole: int) -> Iterator[Fault]:
     """What is wrong with the offsets `d2t` [D], by themselves and against the mask `t2d` [V]."""
     if d2t.is_floating_point():
-        yield f"d2t is {d2t.dtype}, must be int64"
-    elif tuple(d2t.shape) != (size,):
-        yield f"d2t has {len(d2t)} entries for a draft vocabulary of {size}"
-    else:
-        ids = torch.arange(size) + d2t
-        offset_wrong = int(ids.max()) >= whole or int(ids.min()) < 0 or len(ids.unique()) < size
-        kept = None if t2d is None else t2d.nonzero().flatten()
-        if kept is not None and torch.equal(d2t.long(), kept) and not torch.equal(ids, kept):
-            yield "d2t holds target ids, must hold offsets (target id minus draft id)"
-        elif offset_wrong:
-            found = f"{int(ids.min())} to {int(ids.max())}, {len(ids.unique())} different ones of {size}"
-            yield f"d2t leads to ids from {found}, in a vocabulary of {whole}"
-        elif kept is not None and not torch.equal(ids.sort().values, kept):
-            yield "d2t and t2d keep different tokens"
+        yield Fault("d2t_malformed", f"d2t is {d2t.dtype}, must be int64")
+        return
+    if tuple(d2t.shape) != (size,):
+        yield Fault("d2t_malformed", f"d2t has {len(d2t)} entries for a draft vocabulary of {size}")
+        return
+    ids = torch.arange(size) + d2t
+    kept = None if t2d is None else t2d.nonzero().flatten()
+    outside = int(ids.max()) >= whole or int(ids.min()) < 0 or len(ids.unique()) < size
+    # Offsets onto ascending ids stay equal from a token to its neighbour; only ids grow at every place.
+    absolute = bool((d2t.diff() > 0).all()) and outside if kept is None else torch.equal(d2t.long(), kept) and not torch.equal(ids, kept)
+    if absolute:
+        yield Fault("d2t_absolute", "d2t holds target ids, must hold offsets (target id minus draft id)")
+    elif outside:
+        found = f"{int(ids.min())} to {int(ids.max())}, {len(ids.unique())} different ones of {size}"
+        yield Fault("d2t_malformed", f"d2t leads to ids from {found}, in a vocabulary of {whole}")
+    elif kept is not None and not torch.equal(ids.sort().values, kept):
+        yield Fault("d2t_t2d_disagree", "d2t and t2d keep different tokens")
+    elif kept is None and size < whole and not d2t.any():
+        yield Fault("d2t_malformed", f"d2t is all zeros: it would draft nothing but the first {size} of {whole} tokens")
 
 
-def target_faults(config: Mapping[str, Any], target: PretrainedConfig) -> Iterator[str]:
+def target_faults(config: Mapping[str, Any], target: PretrainedConfig) -> Iterator[Fault]:
     """Where the drafter does not fit its target."""
     text = target.get_text_config()
     entering = config.get("target_hidden_size", config.get("hidden_size"))
@@ -162,28 +210,47 @@ def target_faults(config: Mapping[str, Any], target: PretrainedConfig) -> Iterat
         ("vocab_size", config.get("vocab_size"), text.vocab_size),
     ):
         if found != wanted:
-            yield f"{name} is {found}, the target's {wanted}"
+            yield Fault("other_target", f"{name} is {found}, the target's {wanted}")
+    yield from rope_faults(config, text)
+    if config.get("max_position_embeddings", 0) < text.max_position_embeddings:
+        length = config.get("max_position_embeddings")
+        yield Fault("positions_short", f"max_position_embeddings is {length}, the target's {text.max_position_embeddings}")
+    boundaries = boundaries_of(config, text)
+    last = text.num_hidden_layers - (text.model_type not in LAST_IS_CAPTURED)
+    if not 0 < min(boundaries) <= max(boundaries) <= last:
+        yield Fault("layers_outside", f"states are those before layers {boundaries}, the target has {text.num_hidden_layers} layers")
+
+
+def rope_faults(config: Mapping[str, Any], text: PretrainedConfig) -> Iterator[Fault]:
+    """A rotary embedding that is not that of the target's `text` part."""
     rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta", 10000.0)}
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta != text.rope_parameters["rope_theta"]:
-        yield f"rope_theta is {theta}, the target's {text.rope_parameters['rope_theta']}"
-    kinds = [
-        {key: value for key, value in one.items() if key not in (*UNREAD_ROPE_KEYS, "rope_theta")} for one in (rope, text.rope_parameters)
-    ]
-    if kinds[0].get("rope_type", kinds[0].get("type", "default")) != kinds[1].get("rope_type", "default"):
-        yield f"rotary scaling is {kinds[0]}, the target's {kinds[1]}"
-    if config.get("max_position_embeddings", 0) < text.max_position_embeddings:
-        length = config.get("max_position_embeddings")
-        yield f"max_position_embeddings is {length}, the target's {text.max_position_embeddings}: longer contexts are refused"
-    boundaries = boundaries_of(config, text.num_hidden_layers)
-    if not 0 < min(boundaries) <= max(boundaries) < text.num_hidden_layers:
-        yield f"states are those before layers {boundaries}, the target has {text.num_hidden_layers} layers"
+        yield Fault("rope_differs", f"rope_theta is {theta}, the target's {text.rope_parameters['rope_theta']}")
+    ours, theirs = (
+        {key: value for key, value in one.items() if key not in (*UNREAD_ROPE_KEYS, "rope_theta", "type")} | {"rope_type": kind(one)}
+        for one in (rope, text.rope_parameters)
+    )
+    if ours["rope_type"] != theirs["rope_type"] or (theirs["rope_type"] != "default" and ours != theirs):
+        yield Fault("rope_differs", f"rotary scaling is {ours}, the target's {theirs}")
 
 
-def boundaries_of(config: Mapping[str, Any], layers: int) -> list[int]:
-    """The boundaries that SGLang captures for the drafter in a target of `layers` layers."""
-    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return default_boundaries(layers) if outputs is None else from_sglang(outputs)
+def kind(rope: Mapping[str, Any]) -> str:
+    """The kind of scaling in rotary settings, under either name that configs use."""
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def boundaries_of(config: Mapping[str, Any], text: PretrainedConfig) -> list[int]:
+    """The boundaries that SGLang 0.5.23 captures for the drafter in a target with the `text` part.
+
+    Its classes read an explicit list in three ways. Source: `set_eagle3_layers_to_capture` of each.
+    """
+    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        return default_boundaries(text.num_hidden_layers)
+    as_they_are = ids[0] != 1 if text.model_type in BOUNDARIES_UNLESS_ONE else max(ids) == text.num_hidden_layers
+    as_they_are &= text.model_type in BOUNDARIES_UNLESS_ONE | LAST_IS_CAPTURED
+    return list(ids) if as_they_are else from_sglang(ids)
 
 
 def notes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -194,6 +261,9 @@ def notes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
         yield f"{len(renamed)} tensors have other names than midlayer.*, such as {renamed[0]}: SGLang 0.5.11 and later load them"
     if EMBEDDING in tensors and "target_hidden_size" not in config:
         yield f"{EMBEDDING} is there: the target's replaces it"
+    stored = {tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name != EMBEDDING} - {torch.bfloat16}
+    if stored:
+        yield f"weights are stored as {', '.join(sorted(map(str, stored)))}: engines round them to torch_dtype"
     unknown = sorted(tensors.keys() - KNOWN - {EMBEDDING, HEAD, *TABLES})
     if unknown:
         yield f"{unknown} mean nothing to an engine and are skipped"
@@ -208,7 +278,8 @@ def stored_names(path: Path) -> list[str]:
 
 
 KNOWN = {
-    *(f"{name}.weight" for name in ("fc", "norm", "fc_norm.0", "fc_norm.1", "fc_norm.2")),
+    *SWITCHED,
+    *(f"{name}.weight" for name in ("fc", "norm", "fc_norm.1", "fc_norm.2")),
     *(f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
     *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),

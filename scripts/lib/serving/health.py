@@ -1,20 +1,16 @@
 """What a running server says of itself, and whether that is the target."""
 
-import http.client
 import json
 import logging
 import urllib.error
-import urllib.request
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.ground.errors import StageError
+from scripts.lib.serving.asking import request
 
 log = logging.getLogger(__name__)
-INFO_SECONDS = 60.0  # /server_info waits for the scheduler's step in progress
 # What this room was tried with, and where.
 TRIED = {"0.5.17": "an H200", "0.5.23": "a CPU"}
 # Words, digits, accents, spaces and an emoji: tokenizers of two families differ on some of them.
@@ -28,23 +24,6 @@ class Served:
     version: str
     model_path: str
     model_type: str | None
-
-
-def healthy(url: str, seconds: float) -> bool:
-    """Whether the server at `url` answers within `seconds` that it can generate; SGLang takes one for a token of its own."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=seconds) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
-
-
-def request(url: str, body: Mapping[str, Any] | None = None) -> Any:
-    """The JSON that `url` answers to a GET, or to a POST of `body`. Raises OSError or ValueError when there is none."""
-    data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=INFO_SECONDS) as answer:
-        return json.loads(answer.read())
 
 
 def served(url: str) -> Served:

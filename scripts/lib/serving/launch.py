@@ -16,6 +16,7 @@ CPU_FLAGS = (
     *("--max-total-tokens", "16384", "--grammar-backend", "none", "--disable-radix-cache", "--sleep-on-idle"),
 )
 CPU_MEMORY_FRACTION = 0.3
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # listening on every address, a server is reached on this one
 # Another environment's own, and a container's habit that would make every start compile all of SGLang again.
 NOT_INHERITED = ("VIRTUAL_ENV", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
 
@@ -47,7 +48,9 @@ def environment(settings: ServerSettings, python: Path, gpus: str) -> dict[str, 
     own |= {"PATH": joined(python.parent, own.get("PATH")), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": gpus}
     if settings.on_cpu:
         # A second OpenMP thread waits at barriers for a busy core: 13 times slower. Snakemake sets it to the job's threads.
-        own |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": joined(CPU_FOLDER, own.get("PYTHONPATH"))}
+        own |= {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    for folder in (*settings.modules, *([CPU_FOLDER] if settings.on_cpu else [])):
+        own["PYTHONPATH"] = joined(folder, own.get("PYTHONPATH"))
     return own | dict(settings.environment)
 
 
@@ -61,3 +64,8 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server that listens on `host` is reached from this machine."""
+    return f"http://{EVERYWHERE.get(host, host)}:{port}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.serving.health import healthy
+from scripts.lib.serving.asking import healthy
 
 HEALTH_SECONDS = 30.0
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts.lib.ground.errors import StageError
+from scripts.lib.serving.asking import healthy
 from scripts.lib.serving.claim import claimed_gpus
-from scripts.lib.serving.health import check_target, healthy, served, warn_if_untried
-from scripts.lib.serving.launch import free_port, launch
+from scripts.lib.serving.health import check_target, served, warn_if_untried
+from scripts.lib.serving.launch import free_port, launch, url_of
 from scripts.lib.serving.process import ServerProcess
 from scripts.lib.serving.running import HEALTH_SECONDS, Attached, Running, Started
 from scripts.lib.serving.settings import ServerSettings
@@ -18,7 +19,6 @@ from scripts.lib.serving.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 ATTACH_POLL_SECONDS = 2.0
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # listening on every address, a server is reached on this one
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def server(settings: ServerSettings, target: Path, log_file: Path, extra: Sequen
         return
     with claimed_gpus(settings) as claim:
         port = settings.port or free_port(settings.host)
-        url = f"http://{EVERYWHERE.get(settings.host, settings.host)}:{port}"
+        url = url_of(settings.host, port)
         start = functools.partial(ServerProcess, launch(settings, target, port, extra, claim.visible), log_file, claim.locks)
         supervisor = Supervisor(url, start, settings.start_timeout, settings.restarts)
         try:

@@ -15,8 +15,10 @@ class ServerSettings:
 
     `python` None is the environment that `make sglang` or `make sglang-cpu` sets up, by `device`: `cpu`, `cuda` or `cuda:N`.
     With `urls`, nothing is started: those servers are used as they are.
+    `modules` are folders from which the server can import, for hooks.
     `memory_fraction` None leaves the share of memory for weights and KV cache to SGLang. Port 0 takes a free one.
     `restarts` counts crashes in a row: a server that ran for `server.STEADY_SECONDS` starts the count anew.
+    `linger` is how long servers that benchmark cells share outlive the last of them, in seconds.
     """
 
     python: str | None = None
@@ -26,11 +28,13 @@ class ServerSettings:
     dp: int = 1
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    modules: Sequence[Path] = ()
     memory_fraction: float | None = None
     start_timeout: float = 1800.0
     restarts: int = 5
     host: str = "127.0.0.1"
     port: int = 0
+    linger: float = 60.0
 
     @classmethod
     def of(cls, runtime: Mapping[str, Any]) -> "ServerSettings":

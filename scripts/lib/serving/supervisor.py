@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.serving.health import healthy
+from scripts.lib.serving.asking import healthy
 from scripts.lib.serving.process import ServerProcess
 
 log = logging.getLogger(__name__)

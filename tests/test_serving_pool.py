@@ -1,0 +1,173 @@
+"""Servers that jobs share one after the other: kept, exchanged, ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.lib.ground.errors import StageError
+from scripts.lib.serving import pool
+from scripts.lib.serving.claim import Claim, claimed_gpus
+from scripts.lib.serving.health import request
+from scripts.lib.serving.keeper import Keeper, Wanted
+from scripts.lib.serving.pool import pooled
+from tests import serving_parts
+from tests.serving_parts import alive, crash, eventually, pids, with_environment
+
+pytest_plugins = ["tests.serving_fixtures"]
+REPO = Path(__file__).parents[1]
+HOLD = """
+import json, sys, time
+from scripts.lib.serving.keeper import Wanted
+from scripts.lib.serving.pool import pooled
+from scripts.lib.serving.settings import ServerSettings
+settings, wanted = json.loads(sys.argv[1])
+with pooled(ServerSettings(**settings), [Wanted(**server) for server in wanted]):
+    print("up", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(serving_parts, "PATIENCE_SECONDS", 60.0)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch):
+    """Where keepers of a test listen: the paths of sockets must be short."""
+    with tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("TMPDIR", short)
+        path = Path(short) / f"aerie-{os.getuid()}"
+        monkeypatch.setattr(pool, "lock_folder", lambda: path)
+        yield path
+
+
+@pytest.fixture
+def kept(settings, tmp_path, folder):
+    """Settings of servers that outlive their job until the test ends."""
+    yield replace(settings, linger=60.0)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes()
+        except OSError:
+            continue
+        if b"serving.keeper" in words and str(tmp_path).encode() in words:
+            os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def wanted(target, tmp_path, key="a", flags=(), share=0.5):
+    return Wanted(key, str(target), [*flags], str(tmp_path / f"{key}.log"), share)
+
+
+def holding(settings, servers, seconds=3600.0):
+    """A process that holds `servers`, once it has them."""
+    given = json.dumps([vars(settings), [vars(server) for server in servers]], default=list)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, given, str(seconds)], cwd=REPO, stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline() == b"up\n"
+    return process
+
+
+def starts(tmp_path):
+    return len((tmp_path / "starts").read_text())
+
+
+def test_the_next_job_finds_the_server_that_it_wants(kept, target, tmp_path):
+    servers = [wanted(target, tmp_path), wanted(target, tmp_path, "b", ["--dtype", "float32"])]
+    with pooled(kept, servers) as lease:
+        urls = [server.url for server in lease.servers]
+        assert request(f"{urls[1]}/server_info")["arguments"][-2:] == ["--dtype", "float32"]
+        lease.check()
+    with pooled(kept, servers[::-1]) as lease:
+        assert [server.url for server in lease.servers] == urls[::-1]
+    assert starts(tmp_path) == 2
+
+
+def test_what_the_next_job_does_not_want_ends(kept, target, tmp_path):
+    with pooled(kept, [wanted(target, tmp_path)]):
+        old = pids(tmp_path)
+    with pooled(kept, [wanted(target, tmp_path, "b")]):
+        assert not any(map(alive, old))
+    assert starts(tmp_path) == 2
+
+
+def test_servers_end_a_while_after_a_job_that_was_killed(settings, target, tmp_path):
+    job = holding(replace(settings, linger=0.3), [wanted(target, tmp_path)])
+    servers = pids(tmp_path)
+    assert all(map(alive, servers))
+    job.kill()
+    job.wait()
+    assert eventually(lambda: not any(map(alive, servers)))
+
+
+def test_one_job_at_a_time_has_the_servers(kept, target, tmp_path):
+    """Two at once would spoil each other's figures."""
+    job = holding(kept, [wanted(target, tmp_path)], seconds=0.5)
+    with pooled(kept, [wanted(target, tmp_path)]):
+        assert job.wait(10) == 0, "the first one has left"
+    assert starts(tmp_path) == 1
+
+
+def test_a_server_that_dies_is_told_and_started_anew(kept, target, tmp_path):
+    with pooled(kept, [wanted(target, tmp_path)]) as lease:
+        crash(lease.servers[0].url)
+        with pytest.raises(StageError, match=r"a\.log: the server died with code 3 during the job; its log ends with: RuntimeError: CUDA"):
+            lease.check(20.0)
+    with pooled(kept, [wanted(target, tmp_path)]) as lease:
+        assert request(f"{lease.servers[0].url}/health") == {}
+    assert starts(tmp_path) == 2
+
+
+def test_a_server_that_does_not_start_is_told_with_its_last_error(kept, target, tmp_path):
+    broken = with_environment(kept, STUB_FAIL="1", STUB_ERROR="ValueError: no such drafter")
+    said = r"died with code 1 before it was healthy; its log ends with: ValueError: no such drafter"
+    with pytest.raises(StageError, match=said), pooled(broken, [wanted(target, tmp_path)]):
+        pass
+
+
+def test_a_server_that_hangs_is_given_up(kept, target, tmp_path):
+    hanging = replace(with_environment(kept, STUB_HANG="1"), start_timeout=1.0)
+    said = r"not healthy within runtime\.server\.start_timeout 1 s; its log ends with: loading weights"
+    with pytest.raises(StageError, match=said), pooled(hanging, [wanted(target, tmp_path)]):
+        pass
+
+
+def test_a_killed_keeper_takes_its_servers_along(kept, target, tmp_path):
+    with pooled(kept, [wanted(target, tmp_path)]) as lease:
+        servers = pids(tmp_path)
+        guardian = int(Path(f"/proc/{servers[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(int(Path(f"/proc/{guardian}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        with pytest.raises(StageError, match="the keeper of the servers was killed"):
+            lease.check(20.0)
+    assert eventually(lambda: not any(map(alive, servers)))
+    with pooled(kept, [wanted(target, tmp_path)]):
+        assert starts(tmp_path) == 2, "its socket is no hindrance"
+
+
+def test_gpus_are_held_for_as_long_as_servers_are_kept(kept, target, tmp_path, monkeypatch, folder):
+    monkeypatch.setattr("scripts.lib.serving.claim.WAIT_SECONDS", 0.0)
+    on_gpu = replace(with_environment(kept, STUB_GPUS=f"GPU-{tmp_path.name}"), device="cuda")
+    monkeypatch.setenv("STUB_GPUS", f"GPU-{tmp_path.name}")
+    with pooled(on_gpu, [wanted(target, tmp_path), wanted(target, tmp_path, "b")]) as lease:
+        shares = [server.command[server.command.index("--mem-fraction-static") + 1] for server in lease.servers]
+    assert shares == ["0.4", "0.667"], "each 0.4 of the GPU: SGLang takes a share of what is free when it starts"
+    with pytest.raises(StageError, match=r"1 of 1 GPUs wanted, last held"), claimed_gpus(on_gpu, folder):
+        pass
+
+
+def test_memory_is_shared_also_with_a_server_that_stayed(settings, target, tmp_path):
+    keeper = Keeper(replace(settings, device="cuda", memory_fraction=0.6), Claim())
+    first, second = wanted(target, tmp_path), wanted(target, tmp_path, "b")
+    assert keeper.memory_fraction(first) == 0.3
+    try:
+        keeper.start(first)
+        assert keeper.memory_fraction(second) == pytest.approx(0.3 / 0.7, abs=1e-3)
+    finally:
+        keeper.end("a")
+    assert keeper.memory_fraction(second) == 0.3

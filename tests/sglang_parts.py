@@ -9,6 +9,7 @@ Use, in a module whose every test may wait for the start (half a minute to two m
 
 The server is started once a session and shared: leave it running, and kill nothing of it. A test that kills servers starts its own with
 `server(sglang_settings, sglang_target, log)`.
+The server has the hook that writes states at BOUNDARIES into `.states`, of requests that ask for them, and prefills 64 tokens at a time.
 SGLang's interpreter is AERIE_SGLANG_PYTHON, else `.venv-sglang-cpu/bin/python`, which `make sglang-cpu` sets up; without it the tests skip.
 """
 
@@ -24,20 +25,25 @@ import pytest
 from scripts.lib.serving.running import Running
 from scripts.lib.serving.server import server
 from scripts.lib.serving.settings import ServerSettings
+from scripts.lib.states.served import Serving, hook_flags
+from scripts.lib.states.served_models import modules_of
 from tests.tiny import save_tiny_target
 
 REPO = Path(__file__).parents[1]
+BOUNDARIES = [2, 4, 5]
+CHUNKS = ["--chunked-prefill-size", "64"]
 START_SECONDS = 900.0  # half a minute on two idle cores
 
 
 @dataclass(frozen=True)
 class RealServer:
-    """The shared server: where it answers, what it serves, and its log."""
+    """The shared server: where it answers, what it serves, its log, and where its hook writes states: one test alone may ask for them."""
 
     url: str
     target: Path
     log: Path
     running: Running
+    states: Path
 
 
 def sglang_python() -> Path:
@@ -65,19 +71,21 @@ def sglang_server(sglang_settings: ServerSettings, tmp_path_factory: pytest.Temp
     """The one server of the session; its processes share it, and the one that started it is the last to leave."""
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    address, target, log = folder / "sglang.url", folder / "sglang_target", folder / "sglang.log"
+    address, target, log, states = folder / "sglang.url", folder / "sglang_target", folder / "sglang.log", folder / "sglang_states"
     with (folder / "sglang.users").open("w") as users, contextlib.ExitStack() as stack:
         with locked(folder / "sglang.start"):
             if address.exists():
                 running = stack.enter_context(server(ServerSettings(urls=[address.read_text()]), target, log))
             else:
                 save_tiny_target(target)
-                running = stack.enter_context(server(sglang_settings, target, log))
+                hooked = Serving(sglang_settings, target, "bfloat16", tuple(BOUNDARIES), states).hooked
+                flags = [*hook_flags(modules_of(target), BOUNDARIES, states), *CHUNKS]
+                running = stack.enter_context(server(hooked, target, log, flags))
                 stack.callback(fcntl.flock, users, fcntl.LOCK_EX)  # once the others have left
                 address.write_text(running.urls[0])
                 stack.callback(remove, address, folder / "sglang.start")
             fcntl.flock(users, fcntl.LOCK_SH)
-        yield RealServer(running.urls[0], target, log, running)
+        yield RealServer(running.urls[0], target, log, running, states)
 
 
 def remove(address: Path, lock: Path) -> None:

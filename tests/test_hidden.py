@@ -3,6 +3,7 @@
 import errno
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
+from accelerate import cpu_offload
 from transformers import PreTrainedModel
 
+from scripts.lib.engines.protocol import StateRequest
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.manifest import read_manifest
+from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
 from scripts.lib.ground.stage import run
 from scripts.lib.states import hidden as stage
 from scripts.lib.states.encoded import decoded
@@ -23,6 +26,7 @@ from scripts.lib.states.hidden import hidden
 from scripts.lib.states.reader import read_shard
 from scripts.lib.states.rows import plan_shards
 from scripts.lib.states.storing import Storing, every_storing
+from scripts.lib.training.rows import load_rows
 from tests.stage_inputs import (
     data_files,
     finish,
@@ -156,8 +160,18 @@ def test_the_budget_names_what_would_fit(target: Path, merged: Path, tmp_path: P
         run(tight, hidden)
     text = str(caught.value)
     assert f"all shards need {plain:,} bytes, hidden.max_bytes allows {fp8:,}; what would fit: hidden.stored: fp8" in text
-    assert f"hidden.stored: fp8 with hidden.compression: none ({fp8:,} bytes)" in text and "raise hidden.max_bytes" in text
+    assert (
+        f"hidden.stored: fp8 with hidden.compression: none ({fp8:,} bytes)" in text
+        and "hidden.mode: rolling (" in text
+        and "raise hidden.max_bytes" in text
+    )
     assert tight.fingerprint() == job.fingerprint()  # raising the limit makes nothing stale
+
+
+def test_states_that_come_and_go_need_room_for_two_shards(target: Path, merged: Path, tmp_path: Path) -> None:
+    job = hidden_job(tmp_path, merged, target, mode="rolling")
+    with pytest.raises(StageError, match=r"held-out rows and the two largest shards need [\d,]+ bytes, there is room for 150,000; lower"):
+        run(replace(job, runtime={**job.runtime, "max_bytes": 150_000}), hidden)
 
 
 @pytest.mark.parametrize("storing", list(every_storing())[1:], ids=str)
@@ -188,6 +202,47 @@ def test_shards_do_not_depend_on_threads(target: Path, tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
     names = [row for name in outputs[0] if name.endswith("safetensors") for row in read_shard(tmp_path / "one" / name).ids]
     assert sorted(names) == ["e00", "r00", "r01", "r02", "r03", "r04"]
+
+
+def test_layers_that_are_spread_over_devices_give_the_same_states(target: Path, merged: Path, tmp_path: Path) -> None:
+    """`device_map` decides no byte. Offloaded weights go through the same hooks of accelerate as those on other GPUs."""
+    outputs = []
+    for name, device_map in (("one", None), ("spread", "auto")):
+        job = hidden_job(tmp_path, merged, target, name)
+        run(replace(job, runtime={**job.runtime, "device_map": device_map}), hidden)
+        outputs.append(data_files(job.output))
+    assert outputs[0] == outputs[1]
+    rows = [StateRequest(tuple(range(3, 3 + length)), (4, 5)) for length in (20, 12)]
+    plain, spread = (TransformersEngine(load_target(target.parent, torch.float32, "cpu"), frozenset()) for _ in range(2))
+    cpu_offload(spread.model, execution_device=torch.device("cpu"))
+    assert spread.model.device.type == "meta" and spread.device.type == "cpu"
+    for one, other in zip(plain.states(rows, [2, 4, 5]), spread.states(rows, [2, 4, 5]), strict=True):
+        assert torch.equal(one.aux, other.aux) and torch.equal(one.final, other.final) and torch.equal(one.argmax, other.argmax)
+    alone = [engine.reference(rows[0].input_ids, [2, 4, 5]) for engine in (plain, spread)]
+    assert all(torch.equal(*pair) for pair in zip(*alone, strict=True))
+
+
+def test_the_manifest_says_of_which_target_the_states_are(merged: Path, tmp_path: Path) -> None:
+    """Peers' files name neither layers nor target, and differ by a layer in silence."""
+    folder = publish_target(tmp_path / "target").parent
+    files = [Shard.of(folder / name, 0) for name in ("tokenizer.json", "tokenizer_config.json")]
+    known = {"source": "hub:org/model", "revision": "abc", "chat_template_sha256": "0" * 64, "eos_ids": [2]}
+    Manifest("target", {}, {}, Counts(0, 0), files, known).write(folder)
+    job = hidden_job(tmp_path, merged, folder / "manifest.json")
+    run(job, hidden)
+    facts = read_manifest(job.output / "manifest.json", "hidden").facts
+    named = {f"{file.name}_sha256": file.sha256 for file in files}
+    assert facts["target"] == {"source": "hub:org/model", "revision": "abc", "chat_template_sha256": "0" * 64} | named
+    assert facts["engine"] == "transformers" and set(facts["versions"]) == {"torch", "transformers"} and facts["mode"] == "dumped"
+
+
+def test_a_stray_file_is_no_shard(target: Path, merged: Path, tmp_path: Path) -> None:
+    """A file of another kind in the folder was counted as a sample (SpecForge, `vocab_mapping.ckpt`)."""
+    job = hidden_job(tmp_path, merged, target)
+    run(job, hidden)
+    shutil.copy(job.output / "train-00000.safetensors", job.output / "train-99999.safetensors")
+    manifest = read_manifest(job.output / "manifest.json", "hidden")
+    assert len(load_rows(job.output, manifest, "train").rows) == sum(s.rows for s in manifest.shards if s.name.startswith("train"))
 
 
 def test_answers_that_the_target_would_not_write_stop_the_stage(target: Path, merged: Path, tmp_path: Path) -> None:

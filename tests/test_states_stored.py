@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from scripts.lib.ground.errors import StageError
 from scripts.lib.states.encoded import EncodedStates, decoded, joined, planes
@@ -56,6 +56,17 @@ def test_states_come_back_exact_or_within_fp8_and_equal_shards_are_equal_bytes(t
         assert not torch.equal(wanted, got)
         assert ((wanted - got).abs() <= wanted.abs() / 16 * 1.01 + largest / 448 * 2**-10 * 1.01).all()
         assert torch.nn.functional.cosine_similarity(wanted, got, dim=-1).min() > 0.999
+
+
+@pytest.mark.parametrize("storing", list(every_storing()), ids=str)
+def test_a_shard_is_the_file_that_safetensors_writes(tmp_path: Path, storing: Storing) -> None:
+    made = shard()
+    odd = HiddenShard(**{**vars(made), "ids": ('ä\n"\\/', "\u2028\x7f\x01", "c", "\U0001f600")})
+    for name, one in (("plain", made), ("odd", odd)):
+        write_shard(tmp_path / name, one, storing)
+        tensors = load_file(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == save(tensors, {"ids": json.dumps(one.ids, ensure_ascii=False)})
+    assert read_shard(tmp_path / "odd").ids == odd.ids
 
 
 def test_every_bit_pattern_of_bfloat16_survives_its_planes() -> None:

@@ -19,4 +19,5 @@ def open_engine(settings: EngineSettings, folder: Path, eos_ids: frozenset[int])
     if settings.dtype not in DTYPES:
         raise StageError(f"dtype {settings.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
     torch.set_num_threads(settings.threads)
-    return TransformersEngine(load_target(folder, DTYPES[settings.dtype], settings.device), eos_ids, settings.temperature, settings.seed)
+    model = load_target(folder, DTYPES[settings.dtype], settings.device, settings.device_map)
+    return TransformersEngine(model, eos_ids, settings.temperature, settings.seed)

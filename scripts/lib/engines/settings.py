@@ -7,7 +7,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Which engine, in which dtype, where, and how it samples."""
+    """Which engine, in which dtype, where, and how it samples.
+
+    `device_map` spreads a target that is too large for one GPU over all of them, as accelerate understands it; None: it lies on `device`.
+    """
 
     engine: str
     dtype: str
@@ -15,6 +18,7 @@ class EngineSettings:
     threads: int
     temperature: float = 0.0
     seed: int = 0
+    device_map: str | None = None
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ LOGIT_ROWS = 512  # rows of one lm_head product: bounds the logits to 512 × V
 SHARED_TOKENS = 8  # a shorter common beginning is not worth a forward pass of its own
 
 
-def load_target(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """The causal language model in HF layout in `folder`, for inference only.
+def load_target(folder: Path, dtype: torch.dtype, device: str, device_map: str | None = None) -> PreTrainedModel:
+    """The causal language model in HF layout in `folder`, for inference only: on `device`, or its layers spread by a `device_map`.
 
     Raises StageError when it cannot be read, lacks weights, or is not built like Llama: `model.layers`, `model.norm`, `lm_head`.
     """
     disable_progress_bar()  # its carriage returns make one endless line of a log
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True, device_map=device_map
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise StageError(f"{folder}: transformers cannot load the target ({error}); rebuild stage target") from error
@@ -41,7 +41,8 @@ def load_target(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedMode
     if not hasattr(model, "lm_head") or not all(hasattr(getattr(model, "model", None), part) for part in parts):
         kind = type(model).__name__
         raise StageError(f"{folder}: {kind} has no model.layers, model.norm and lm_head; choose a decoder of the Llama kind")
-    return model.to(device).eval().requires_grad_(False)
+    placed = model if device_map else model.to(device)
+    return placed.eval().requires_grad_(False)
 
 
 class TransformersEngine:
@@ -55,6 +56,12 @@ class TransformersEngine:
         self.eos_ids = eos_ids
         self.temperature, self.seed = temperature, seed
 
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go in: that of the embeddings, where layers are spread or their weights lie elsewhere until they are used."""
+        hook = getattr(self.model.get_input_embeddings(), "_hf_hook", None)
+        return torch.device(hook.execution_device) if hook else self.model.device
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Answer `requests`, best sorted by prompt length: neighbours share a prefill."""
         return answer(self.model, requests, self.eos_ids, Sampler(self.temperature, self.seed))
@@ -62,14 +69,15 @@ class TransformersEngine:
     @torch.inference_mode()
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         """Logits [F, V] of final states [F, H], wherever and in whatever dtype they are."""
-        return self.model.lm_head(final.to(self.model.device, self.model.dtype))
+        return self.model.lm_head(final.to(self.device, self.model.dtype))
 
     @torch.inference_mode()
     def reference(self, input_ids: Sequence[int], boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """`aux` [T, 3, H] and `final` [T, H] of one row from transformers' own list of hidden states: no taps, batch or cache."""
-        ids = torch.tensor([list(input_ids)], device=self.model.device)
+        ids = torch.tensor([list(input_ids)], device=self.device)
         output = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-        return torch.stack([output.hidden_states[boundary][0] for boundary in boundaries], dim=1), output.last_hidden_state[0]
+        final = output.last_hidden_state[0]
+        return torch.stack([output.hidden_states[boundary][0].to(final.device) for boundary in boundaries], dim=1), final
 
     @torch.inference_mode()
     def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
@@ -90,7 +98,7 @@ class TransformersEngine:
         ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for index, row in enumerate(rows):
             ids[index, : len(row)] = torch.tensor(row)
-        ids, cache = ids.to(self.model.device), DynamicCache() if prefix else None
+        ids, cache = ids.to(self.device), DynamicCache() if prefix else None
         parts = []
         if cache is not None:
             with tapped(self.model, boundaries) as taps:
@@ -100,7 +108,7 @@ class TransformersEngine:
         with tapped(self.model, boundaries) as taps:
             rest = final_states(self.model, ids[:, prefix:], cache)
         parts.append([rest, *(taps[boundary] for boundary in boundaries)])
-        final, *aux = [torch.cat(streams, dim=1) for streams in zip(*parts, strict=True)]
+        final, *aux = [torch.cat(streams, dim=1).to(rest.device) for streams in zip(*parts, strict=True)]
         return final, torch.stack(aux, dim=2)
 
 

@@ -36,6 +36,16 @@ class Budget:
             "one of these, then start again: with unchanged settings finished shards are kept"
         )
 
+    def check_rolling(self, kept: Sequence[ShardPlan], rolled: Sequence[ShardPlan], storing: Storing) -> None:
+        """Raise StageError when there is no room for two of the shards `rolled`, which come and go, beside those that are `kept`."""
+        largest = sorted(plan.bytes(self.hidden_size, storing) for plan in rolled)[-2:]
+        need, limit = self.size(kept, storing) + sum(largest), self.free if self.most is None else min(self.free, self.most)
+        if need > limit:
+            raise StageError(
+                f"{self.folder}: held-out rows and the two largest shards need {need:,} bytes, there is room for {limit:,}; "
+                "lower hidden.tokens_per_shard, raise hidden.max_bytes or free some space, then start again"
+            )
+
     def choices(self, plans: Sequence[ShardPlan], storing: Storing, room: int) -> list[str]:
         """Other ways to store the shards `plans` for which there is room, and the tokens that `storing` has `room` for."""
         limit = self.free if self.most is None else min(self.free, self.most)
@@ -43,7 +53,17 @@ class Budget:
         fitting = [f"{other} ({size:,} bytes)" for other, size in sizes.items() if size <= limit]
         tokens = sum(plan.tokens for plan in plans)
         fewer = int(tokens * min(room / sizes[storing], 1))
-        return [*fitting, f"about {fewer:,} of the {tokens:,} tokens (fewer samples, or a shorter encode.max_length)"]
+        return [
+            *fitting,
+            *self.rolling(plans, storing, limit),
+            f"about {fewer:,} of the {tokens:,} tokens (fewer samples, or a shorter encode.max_length)",
+        ]
+
+    def rolling(self, plans: Sequence[ShardPlan], storing: Storing, limit: int) -> list[str]:
+        """Whether shards to train on that come and go would fit: those of held-out rows, and two others at a time."""
+        train = sorted((plan.bytes(self.hidden_size, storing) for plan in plans if plan.name.startswith("train-")), reverse=True)
+        least = self.size([plan for plan in plans if not plan.name.startswith("train-")], storing) + sum(train[:2])
+        return [f"hidden.mode: rolling ({least:,} bytes at a time)"] if train and least <= limit else []
 
     def size(self, plans: Sequence[ShardPlan], storing: Storing) -> int:
         """Bytes of the shards `plans`."""

@@ -16,6 +16,9 @@ from scripts.lib.states.rows import TokenRow
 NOISE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 4e-3}  # of the largest logit: below it two logits are a near tie
 UNLIKE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-3}  # 1 - cosine of one state; on average a tenth of it
 ERROR = {"float32": 5e-3, "bfloat16": 6e-2, "float16": 1e-2}  # of the state's largest number; states are kept in bfloat16
+BETWEEN = " between engines"  # added to a dtype: the reference is another implementation, which rounds elsewhere
+for limits in (NOISE, UNLIKE, ERROR):
+    limits |= {f"{dtype}{BETWEEN}": 4 * most for dtype, most in limits.items()}
 CHECKED_TOKENS = 2048  # of the sampled row: a plain forward pass keeps the states of all layers
 LOGIT_ROWS = 512
 REPORT = "the engine mixes up rows, tokens, layers or padding; please report it with this log"

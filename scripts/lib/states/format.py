@@ -4,15 +4,15 @@ Shapes: T tokens, R rows, H hidden size, F positions with a teacher, S loss span
 """
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from scripts.lib.engines.protocol import RowStates
-from scripts.lib.ground.files import write_bytes
 from scripts.lib.states.encoded import States, decoded, encoded
 from scripts.lib.states.rows import TokenRow
 from scripts.lib.states.storing import Storing
@@ -20,6 +20,16 @@ from scripts.lib.states.storing import Storing
 STATES = ("aux", "final")
 TENSORS = ("input_ids", "row_offsets", "aux", "final", "final_index", "argmax", "loss_spans")
 PLAIN = Storing()
+NAMES = {
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+}
+DTYPES = tuple(NAMES)  # safetensors puts the last of them first
+ALIGNMENT = 8  # of the data in the file
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,32 @@ def write_shard(path: Path, shard: HiddenShard, storing: Storing = PLAIN) -> Non
     tensors = {name: getattr(shard, name).contiguous() for name in TENSORS if name not in STATES}
     tensors |= encoded("aux", decoded(shard.aux), shard.row_offsets.tolist(), storing)
     tensors |= encoded("final", decoded(shard.final), final_borders(shard.row_offsets, shard.final_index), storing)
-    data = save(tensors, {"ids": json.dumps(shard.ids, ensure_ascii=False)})
     try:
-        write_bytes(path, data)
+        write_tensors(path, tensors, {"ids": json.dumps(shard.ids, ensure_ascii=False)})
     except OSError as error:
         error.filename = str(path)  # a failed write does not say where
         raise
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, whole or not at all: what `safetensors.torch.save` gives, which holds it twice in memory, as a stream."""
+    names = sorted(tensors, key=lambda name: (-DTYPES.index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for name in names:
+        tensor, start = tensors[name], place
+        place += tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, place]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(tensors[name].contiguous().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def final_borders(row_offsets: torch.Tensor, final_index: torch.Tensor) -> list[int]:

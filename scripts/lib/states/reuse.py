@@ -54,6 +54,11 @@ class Earlier:
         self.reused += len(known)
         return [self._row(place) for place in known]
 
+    def knows(self, rows: Sequence[TokenRow]) -> bool:
+        """Whether `states` has those of the batch of `rows`."""
+        name = self.batch(rows)
+        return all((name, member) in self.places for member in range(len(rows)))
+
     def _row(self, place: Place) -> RowStates:
         shard, finals = self._opened(place.shard)
         start, end = shard.row_offsets[place.row : place.row + 2].tolist()

@@ -39,7 +39,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Rows `first` to `first + rows - 1` of a split, without the rejected ones, that go into one file."""
+    """Rows `first` to `first + rows - 1` of a split, without the rejected ones, that go into one file: `kept` of them."""
 
     name: str
     files: tuple[Path, ...]
@@ -49,6 +49,7 @@ class ShardPlan:
     tokens: int
     teachers: int
     spans: int
+    kept: int
 
     def read(self) -> list[TokenRow]:
         """The rows of the shard, in merged order."""
@@ -91,7 +92,7 @@ def plan_shards(manifest: Path, tokens_per_shard: int, context: int) -> tuple[li
     return plans, rejected
 
 
-def cut(split: str, lengths: pl.DataFrame, tokens_per_shard: int) -> Iterator[tuple[str, int, int, int, int, int]]:
+def cut(split: str, lengths: pl.DataFrame, tokens_per_shard: int) -> Iterator[tuple[str, int, int, int, int, int, int]]:
     """Name, first row and sums of each shard: consecutive rows of at most `tokens_per_shard` tokens, or one longer row."""
     numbers, number, filled = [], 0, 0
     for tokens, reason in lengths.select("tokens", "reason").iter_rows():
@@ -101,7 +102,7 @@ def cut(split: str, lengths: pl.DataFrame, tokens_per_shard: int) -> Iterator[tu
         filled += size
         numbers.append(number)
     kept = pl.col("reason").is_null()
-    sums = [pl.col(name).filter(kept).sum() for name in LENGTHS]
+    sums = [*(pl.col(name).filter(kept).sum() for name in LENGTHS), kept.sum().alias("kept")]
     table = lengths.with_columns(number=pl.Series(numbers, dtype=pl.Int64)).with_row_index("first")
     parts = table.group_by("number", maintain_order=True).agg(pl.col("first").min(), pl.len(), *sums)
     for row in parts.filter(pl.col("tokens") > 0).iter_rows():

@@ -2,8 +2,9 @@
 
 Time is wall time of whole optimizer steps: loading, forward, loss, backward, optimizer. Positions of prompts are not counted.
 `--vs specforge` trains the same rows with SpecForge's own model, loss and optimizer (its package must be importable) in
-batches padded to the longest row; `--vs reference` (CPU) does with the plain path of `benchmarks.train_reference`, and checks
-that both have the same losses.
+batches padded to the longest row; `--vs speculators` with those of that package, in sequences packed to multiples of the longest row;
+`--vs reference`, on a CPU unless said otherwise, does with the plain path of `benchmarks.train_reference`, and checks
+that both have the same losses (`benchmarks.train_cpu`).
 The last line is JSON. Run: python -m benchmarks.train --device cuda --shape llama-8b --vs specforge
 """
 
@@ -11,15 +12,18 @@ import argparse
 import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.train_reference import PlainStep
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also for `python benchmarks/train.py`
+from benchmarks.train_cpu import on_cpu
 from benchmarks.train_rows import LENGTHS, SHAPES, Shape, conversations, made_up_rows, one_long
 from scripts.lib.training.batches import TrainingRow, pack, split
 from scripts.lib.training.flops import model_flops, shared_flops, work_of
@@ -54,14 +58,23 @@ def main() -> None:
     figures["rows"] = len(rows)
     figures["mean_row"] = round(sum(len(row.aux) for row in rows) / len(rows), 1)
     figures["trained_share"] = round(sum(len(row.slots) for row in rows) / sum(len(row.aux) for row in rows), 3)
+    if arguments.device == "cpu" and arguments.vs in {"none", "reference"}:
+        print(json.dumps(figures | on_cpu(shape, rows, arguments)))
+        return
     figures |= ours(shape, rows, steps, arguments)
     if arguments.vs == "specforge":
         from benchmarks.train_specforge import specforge
 
         figures |= best_of_batches(lambda size: specforge(shape, rows, steps, size, arguments.peer_steps), arguments.peer_batch, figures)
-    if arguments.vs == "reference":
-        figures |= reference(shape, rows, steps, arguments)
-        figures["speedup_over_reference"] = ratio(figures, "trained_tokens_per_cpu_second", "reference_trained_tokens_per_cpu_second")
+    if arguments.vs == "speculators":
+        from benchmarks.train_speculators import speculators
+
+        longest = arguments.longest or shape.longest
+        figures |= best_of_batches(
+            lambda size: speculators(shape, rows, (steps, arguments.peer_steps), size * longest, arguments.device),
+            arguments.peer_batch,
+            figures,
+        )
     print(json.dumps(figures))
 
 
@@ -70,7 +83,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="demo")
-    parser.add_argument("--vs", choices=("none", "reference", "specforge"), default="none")
+    parser.add_argument("--vs", choices=("none", "reference", "specforge", "speculators"), default=None)
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="JSON list of [prompt, answer, prompt, answer, ...] tokens")
     parser.add_argument("--long", type=int, default=0, help="rows of this one length instead")
     for name, default, text in (
@@ -86,9 +99,18 @@ def parsed() -> argparse.Namespace:
         ("threads", 1, "of the CPU"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--peer-batch", type=int, nargs="+", default=[1, 2, 4], help="batch sizes a peer is tried with; its best counts")
+    parser.add_argument(
+        "--peer-batch",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4],
+        help="rows of a batch, or longest rows of a sequence, that a peer is tried with; its best counts",
+    )
+    parser.add_argument("--recompute", action="store_true", help="compute draft steps again in the backward pass")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.vs = arguments.vs or ("reference" if arguments.device == "cpu" else "none")
+    return arguments
 
 
 def ours(shape: Shape, rows: Sequence[TrainingRow], steps: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +120,7 @@ def ours(shape: Shape, rows: Sequence[TrainingRow], steps: int, arguments: argpa
     capacity = Capacity.of(*(batch for group in groups for batch in group))
     drafter, head = shape.drafter(device), torch.randn(shape.draft_vocabulary, shape.hidden, device=device) * 0.02
     embedding = torch.randn(shape.vocabulary, shape.hidden, device=device) * 0.02
-    step = new_stepper(drafter, Teacher(embedding, head), recipe(device), capacity)
+    step = new_stepper(drafter, Teacher(embedding, head), replace(recipe(device), recompute=arguments.recompute), capacity)
     warm, timed = groups[: arguments.warmup], groups[arguments.warmup :]
     with logged("warm-up, capacity %s", capacity):
         run(step, warm, steps)
@@ -158,25 +180,6 @@ def run(step: Stepper, groups: list[list[list[TrainingRow]]], steps: int) -> lis
     return [float(figure.loss) for figure in figures]
 
 
-def reference(shape: Shape, rows: Sequence[TrainingRow], steps: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Figures of the plain path on the first rows of the same steps; the loss of its first step must be ours."""
-    groups = [[row for batch in group for row in batch] for group in planned(rows, arguments)[: arguments.reference_steps]]
-    torch.manual_seed(1)
-    embedding, head = (torch.randn(shape.vocabulary, shape.hidden) * 0.02 for _ in range(2))
-    drafter = shape.drafter("cpu")
-    plain = PlainStep(drafter, embedding, head, recipe("cpu"))
-    start, cpu = time.perf_counter(), time.process_time()
-    losses = [plain.train(group, steps, RATE) for group in groups]
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-    trained = sum(len(row.slots) for group in groups for row in group)
-    fast = new_stepper(shape.drafter("cpu"), Teacher(embedding, head[drafter.target_ids]), recipe("cpu"), Capacity.of(*groups))
-    torch.testing.assert_close(run(fast, [[group] for group in groups], steps), losses, rtol=1e-3, atol=0)
-    return {
-        "reference_trained_tokens_per_second": round(trained / seconds, 1),
-        "reference_trained_tokens_per_cpu_second": round(trained / cpu_seconds, 1),
-    }
-
-
 def best_of_batches(peer: Callable[[int], dict[str, Any]], sizes: Sequence[int], figures: dict[str, Any]) -> dict[str, Any]:
     """The peer at each batch size, and our speed-up over its fastest, with the memory that this one takes."""
     tried = {}
@@ -192,10 +195,8 @@ def best_of_batches(peer: Callable[[int], dict[str, Any]], sizes: Sequence[int],
         "peer_trained_tokens_per_second": tried[best]["trained_tokens_per_second"],
         "peer_peak_gb": tried[best]["peak_gb"],
     }
-    return found | {
-        "speedup": ratio(figures | found, "trained_tokens_per_second", "peer_trained_tokens_per_second"),
-        "share_of_peer_memory": round(figures["peak_gb"] / found["peer_peak_gb"], 3),
-    }
+    memory = {"share_of_peer_memory": round(figures["peak_gb"] / found["peer_peak_gb"], 3)} if "peak_gb" in figures else {}
+    return found | {"speedup": ratio(figures | found, "trained_tokens_per_second", "peer_trained_tokens_per_second")} | memory
 
 
 def ratio(figures: dict[str, Any], ours: str, theirs: str) -> float:

@@ -15,6 +15,7 @@ from specforge.algorithms.eagle3.model import OnlineEagle3Model
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 from specforge.optimizer import BF16Optimizer
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from benchmarks.train_rows import Shape
 from scripts.lib.states.encoded import decoded
@@ -51,18 +52,23 @@ def specforge(shape: Shape, rows: Sequence[TrainingRow], steps: int, batch: int,
 
 
 def new_model(shape: Shape, steps: int) -> tuple[OnlineEagle3Model, nn.Linear]:
-    """Its drafter and the target's head in bf16 on the GPU; token embeddings are frozen, as in its trainer."""
-    config = shape.target()
-    config.draft_vocab_size, config.pretraining_tp, config.pad_token_id = shape.draft_vocabulary, 1, 0
-    with torch.device("cuda"):
-        draft = LlamaForCausalLMEagle3(config, attention_backend="flex_attention").to(torch.bfloat16)
-        head = nn.Linear(shape.hidden, shape.vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    """Its drafter and the target's head in bf16 on the GPU, with random weights."""
     ids = torch.arange(shape.draft_vocabulary) * (shape.vocabulary // shape.draft_vocabulary)
+    with torch.device("cuda"):
+        head = nn.Linear(shape.hidden, shape.vocabulary, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    return its_model(shape.target(), ids, steps, "cuda", "flex_attention"), head
+
+
+def its_model(config: LlamaConfig, ids: Tensor, steps: int, device: str, attention: str) -> OnlineEagle3Model:
+    """Its drafter in bf16 for the target of `config` and the draft vocabulary of the target's `ids` i64[D]; embeddings are frozen."""
+    config.draft_vocab_size, config.pretraining_tp, config.pad_token_id = len(ids), 1, 0
+    with torch.device(device):
+        draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(torch.bfloat16)
     draft.d2t.copy_(ids - torch.arange(len(ids)))
-    draft.t2d.zero_()[ids.cuda()] = True
+    draft.t2d.zero_()[ids.to(device)] = True
     draft.freeze_embedding()
-    draft.midlayer.self_attn.rotary_emb.to("cuda")
-    return OnlineEagle3Model(draft, length=steps, attention_backend="flex_attention").cuda().train(), head
+    draft.midlayer.self_attn.rotary_emb.to(device)
+    return OnlineEagle3Model(draft, length=steps, attention_backend=attention).to(device).train()
 
 
 def train_step(model: OnlineEagle3Model, head: nn.Linear, optimizer: BF16Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -91,11 +97,11 @@ def padded_batches(rows: Sequence[TrainingRow], size: int) -> Iterator[tuple[dic
     while True:
         for start in starts:
             part = rows[start : start + size]
-            yield padded(part), sum(len(row.slots) for row in part)
+            yield padded(part, "cuda"), sum(len(row.slots) for row in part)
 
 
-def padded(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
-    """`rows` side by side, zeros behind the shorter ones, under its names; the mask holds the same slots as ours."""
+def padded(rows: Sequence[TrainingRow], device: str) -> dict[str, Tensor]:
+    """`rows` side by side on `device`, zeros behind the shorter ones, under its names; the mask holds the same slots as ours."""
     length, size = max(len(row.tokens) for row in rows), rows[0].aux.shape[2]
     shape = (len(rows), length)
     made = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
@@ -107,4 +113,4 @@ def padded(rows: Sequence[TrainingRow]) -> dict[str, Tensor]:
         made["loss_mask"][number, row.slots] = 1
         hidden[number, : len(row.aux)] = decoded(row.aux).flatten(1)
         target[number, row.slots + 1] = decoded(row.final)
-    return {name: tensor.cuda() for name, tensor in (made | {"hidden_state": hidden, "target": target}).items()}
+    return {name: tensor.to(device) for name, tensor in (made | {"hidden_state": hidden, "target": target}).items()}

@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="new or empty")
     for name, default in (("rows", 2000), ("epochs", 6), ("batch-tokens", 32768), ("micro-tokens", 32768), ("threads", 8), ("ranks", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--shard", action="store_true", help="ranks share masters, gradients and optimizer")
+    parser.add_argument("--recompute", action="store_true", help="compute draft steps again in the backward pass")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     shape = SHAPES[arguments.shape]
@@ -68,6 +70,7 @@ def stage_job(folder: Path, shape: Shape, arguments: argparse.Namespace) -> Job:
     }
     inputs = {name: (folder / name / NAME,) for name in ("hidden", "vocab", "target")}
     runtime = {"device": arguments.device, "threads": arguments.threads, "ranks": arguments.ranks}
+    runtime |= {"shard": arguments.shard, "recompute": arguments.recompute}
     return Job("train", folder / "drafter", inputs, {"drafter": drafter, "name": "made_up", "seed": 0}, runtime, folder / "work")
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from scripts.lib.states.format import write_shard
 from scripts.lib.states.reader import read_shard
 from scripts.lib.training.build import train
 from scripts.lib.training.packed_step import PackedStep
+from scripts.lib.training.rows import load_rows, place, thinned
 from scripts.lib.training.schedule import PlannedStep
 from scripts.lib.training.trainer import Trainer
 from tests.train_case import job, make_case, publish
@@ -66,6 +68,7 @@ def test_publishes_the_folder_that_engines_load(trained):
         "config.json",
         "cost.json",
         "curves.csv",
+        "events.out.tfevents.curve",
         "manifest.json",
         "model.safetensors",
         "training.json",
@@ -96,6 +99,29 @@ def test_manifest_counts_rows_and_describes_the_weights(trained):
     assert (manifest.counts.rows_in, manifest.counts.rows_out) == (20, 20)
     assert manifest.shards[0].name == "model.safetensors"
     assert manifest.facts["boundaries"] == [2, 4, 5]
+
+
+def test_fractions_are_nested_and_share_the_held_out_rows(case, tmp_path):
+    whole = load_rows(case / "hidden", read_manifest(case / "hidden" / "manifest.json", "hidden"), "train")
+    parts = [{row.id for row in thinned(whole, fraction, seed=7).rows} for fraction in (0.25, 0.5, 0.75, 1.0)]
+    assert all(small < large for small, large in pairwise(parts))
+    assert {row.id for row in thinned(whole, 0.5, seed=8).rows} != parts[1]
+    run(job(case, tmp_path / "half", epochs=1, fraction=0.5), train)
+    figures, manifest = json.loads((tmp_path / "half/training.json").read_text()), read_manifest(tmp_path / "half/manifest.json", "train")
+    assert (figures["train_rows"], figures["heldout_rows"]) == (len(parts[1]), 4)
+    assert figures["trained_tokens_per_epoch"] == sum(len(row.slots) for row in whole.rows if row.id in parts[1])
+    assert manifest.counts.rejected == {"outside the fraction": 16 - len(parts[1])}
+
+
+def test_turns_of_one_conversation_share_a_fraction_and_ten_thousand_of_them_are_spread_evenly():
+    assert place("chat#7", 7) == place("chat#12", 7) == place("chat", 7) != place("chat#x", 7)
+    places = sorted(place(f"row-{number}", 7) for number in range(10_000))
+    assert max(abs(found - index / 10_000) for index, found in enumerate(places)) < 0.02
+
+
+def test_a_fraction_that_leaves_nothing_is_refused(case, tmp_path):
+    with pytest.raises(StageError, match="fraction 1e-09 leaves none of 16 train rows"):
+        run(job(case, tmp_path / "out", fraction=1e-9), train)
 
 
 def test_warm_start_takes_head_norm_and_last_layer(case, tmp_path):
@@ -173,7 +199,7 @@ def test_killed_run_goes_on_from_its_checkpoint_bit_for_bit(case, trained, packe
     monkeypatch.setattr(Trainer, "step", lambda self, planned, *rest: (seen.append(planned), original(self, planned, *rest))[1])
     run(again, train)
     assert len(seen) == steps - step // 2 * 2, "checkpoints come every two steps"
-    for name in ("curves.csv", "model.safetensors", "training.json", "config.json"):
+    for name in ("curves.csv", "events.out.tfevents.curve", "model.safetensors", "training.json", "config.json"):
         assert (again.output / name).read_bytes() == (trained / name).read_bytes(), f"{name} after a kill at step {step}"
     assert json.loads((again.output / "cost.json").read_text())["resumed"]
 

@@ -36,6 +36,30 @@ def test_a_step_on_cuda_has_the_losses_and_gradients_of_the_cpu(drafter, teacher
         assert (found[1][name].cpu() - gradient).norm() <= bound * gradient.norm(), name
 
 
+def test_a_draft_step_computed_again_on_cuda_has_the_gradients_of_one_that_was_kept(drafter, teacher, rows):  # noqa: F811
+    kept, again = (
+        gradients(drafter, teacher, rows, Recipe(torch.bfloat16, "cuda", 0.8, 1.0, soft_cross_entropy_, recompute))
+        for recompute in (False, True)
+    )
+    torch.testing.assert_close(again[0], kept[0], rtol=1e-3, atol=0)
+    for name, gradient in kept[1].items():
+        assert (again[1][name] - gradient).norm() <= 1e-2 * gradient.norm(), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_gpus_learn_what_one_learns(tmp_path, shard):
+    """In float32 with several batches a step, sums over NCCL; also with masters, gradients and optimizer spread over both."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    make_case(tmp_path)
+    one = replace(job(tmp_path, tmp_path / "one", micro_tokens=25), runtime={"device": "cuda", "threads": 1})
+    two = replace(one, output=tmp_path / "two", runtime={**one.runtime, "ranks": 2, "shard": shard, "recompute": shard})
+    run(one, train)
+    run(two, train)
+    for found, wanted in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-2)
+
+
 def gradients(drafter: Drafter, teacher: Teacher, rows: list[TrainingRow], recipe: Recipe):  # noqa: F811
     """Summed losses of each step and the masters' gradients of one packed batch."""
     capacity = Capacity.of(rows)

@@ -1,13 +1,15 @@
 """Walks, loops, packing and schedules: small values by hand."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
-from scripts.lib.training.batches import TrainingRow, epoch_order, pack, split
+from scripts.lib.training.batches import TrainingRow, epoch_order, order_by_shard, pack, shard_order, split
 from scripts.lib.training.evaluation import Tally, accepted_drafts, spans_in_loops
 from scripts.lib.training.repetition import ends_in_loop
+from scripts.lib.training.rows import RowSet
 from scripts.lib.training.schedule import learning_rate, plan
 from scripts.lib.training.settings import TrainSettings
 from scripts.lib.training.slots import trained_slots
@@ -119,11 +121,22 @@ def test_learning_rate_rises_then_falls_to_nearly_nothing():
     assert 0 < rates[-1] < 0.001 * settings.learning_rate
 
 
+def test_an_order_by_shards_reads_one_after_the_other_each_shuffled():
+    """Every row once an epoch; another seed or epoch shuffles shards and rows anew."""
+    shards = [0] * 6 + [1] * 9 + [3] * 5
+    order = order_by_shard(shards, 7, 1)
+    assert sorted(order) == list(range(20)) and order == order_by_shard(shards, 7, 1)
+    read = [shards[row] for row in order]
+    assert list(dict.fromkeys(read)) == shard_order(shards, 7, 1) and sum(a != b for a, b in pairwise(read)) == 2
+    orders = [tuple(order_by_shard(shards, seed, epoch)) for seed, epoch in ((7, 1), (7, 2), (8, 1))]
+    assert len(set(orders)) == 3 and any(list(one) != sorted(one) for one in (order[:5], order[-5:]))
+
+
 def test_first_half_of_the_steps_drafts_one_step_only():
     row = TrainingRow(
         "row", torch.zeros(12), torch.zeros(11, 3, 2), torch.arange(10), torch.arange(10, 0, -1), torch.zeros(10, 2), torch.zeros(10)
     )
     settings = TrainSettings.of({**SETTINGS, "drafter": {**SETTINGS["drafter"], "epochs": 3, "batch_tokens": 20, "ttt_steps": 4}})
-    steps = plan((row,) * 8, settings)
+    steps = plan(RowSet.of([[row] * 8]), settings)
     assert [step.draft_steps for step in steps] == [1] * 6 + [4] * 6
     assert [step.epoch for step in steps] == [0] * 4 + [1] * 4 + [2] * 4

@@ -1,24 +1,80 @@
-"""The estimate of memory against peaks that were measured on a GPU."""
+"""The estimate of memory against peaks that were measured on a GPU, and what is said when a GPU has less."""
+
+import json
+from dataclasses import asdict, replace
 
 import pytest
-import torch
 
-from benchmarks.train_rows import SHAPES
-from scripts.lib.training.memory import estimate
-from scripts.lib.training.packed import Capacity
+from benchmarks.train_rows import SHAPES, Shape
+from scripts.lib.eagle3.model import DrafterConfig
+from scripts.lib.ground.errors import StageError
+from scripts.lib.training.distil import TEACHERS
+from scripts.lib.training.memory import CHUNK, GIB, Load, Sizes, check_room, estimate, expected_load, trained_share
+from tests.train_case import SETTINGS
+
+KIMI = Load(slots=8192, positions=10240, steps=4, itemsize=2)
+
+
+def sizes_of(shape: Shape) -> Sizes:
+    return Sizes.of(json.loads(json.dumps(shape.target().to_dict())), shape.draft_vocabulary)
 
 
 @pytest.mark.parametrize(
-    ("shape", "capacity", "measured"),
+    ("shape", "positions", "slots", "measured"),
     [
-        ("llama-8b", Capacity(10240, 8192), 19.7e9),
-        ("llama-8b", Capacity(20480, 16384), 30.0e9),
-        ("kimi", Capacity(10240, 8192), 33.9e9),
-        ("smollm2", Capacity(41216, 32768), 4.7e9),
+        ("llama-8b", 10240, 8192, 19.7e9),
+        ("llama-8b", 20480, 16384, 30.0e9),
+        ("kimi", 10240, 8192, 33.9e9),
+        ("smollm2", 41216, 32768, 4.7e9),
     ],
 )
-def test_estimate_is_near_the_measured_peak(shape, capacity, measured):
-    sizes = SHAPES[shape]
-    memory = estimate(sizes.drafter("meta"), capacity, sizes.steps, torch.bfloat16)
-    assert 0.9 < (memory.weights + memory.batch) / measured < 1.15
-    assert str(memory).startswith(f"{(memory.weights + memory.batch) / 2**30:.1f} GiB")
+def test_estimate_is_near_the_measured_peak(shape, positions, slots, measured):
+    memory = estimate(sizes_of(SHAPES[shape]), Load(slots, positions, SHAPES[shape].steps, 2))
+    assert 0.9 < memory.total / measured < 1.15
+    assert str(memory).startswith(f"{memory.total / GIB:.1f} GiB (")
+
+
+@pytest.mark.parametrize("shape", ["llama-8b", "kimi", "smollm2"])
+def test_sizes_are_those_of_the_drafter(shape):
+    drafter, sizes = SHAPES[shape].drafter("meta"), sizes_of(SHAPES[shape])
+    whole = sum(parameter.numel() for parameter in drafter.parameters())
+    assert 0 <= whole - sizes.weights <= 5 * sizes.hidden, "norms alone are left out"
+    assert CHUNK == TEACHERS
+
+
+def test_sizes_of_a_text_model_inside_a_larger_one_with_latent_attention():
+    """As in Kimi-K2.5: the parts of a head are named apart, and its value part is the size of a plain one."""
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 300, "v_head_dim": 16, "head_dim": 24}
+    assert Sizes.of({"text_config": text}, 50) == Sizes(64, 128, 4, 4, 16, 300, 50)
+    target = SHAPES["smollm2"].target()
+    config = DrafterConfig.from_target(target, 50, (2, 4, 5))
+    found = asdict(Sizes.of(target.to_dict(), 50))
+    assert found["head_dim"] == config.head_dim and found["groups"] == config.num_key_value_heads
+
+
+def test_recomputing_and_sharing_take_memory_away_where_they_say():
+    sizes = sizes_of(SHAPES["kimi"])
+    plain, again, shared = (estimate(sizes, load) for load in (KIMI, replace(KIMI, recompute=True), replace(KIMI, shards=8)))
+    assert again.activations < plain.activations / 2 and again.masters == plain.masters
+    assert shared.masters + shared.optimizer == (plain.masters + plain.optimizer) / 8 and shared.activations == plain.activations
+
+
+def test_a_training_that_cannot_fit_is_refused_with_what_would_fit():
+    sizes = sizes_of(SHAPES["kimi"])
+    check_room(sizes, KIMI, 33.9e9, 8192, 2048)
+    with pytest.raises(
+        StageError, match=r"needs about 35\.0 GiB .*has 28\.0 GiB free: set micro_tokens to 2048 or .*shard to true with 4 ranks"
+    ):
+        check_room(sizes, KIMI, 28 * GIB, 8192, 1500)
+    with pytest.raises(StageError, match=r"free: set runtime\.shard to true with 4 ranks$"):
+        check_room(sizes, KIMI, 28 * GIB, 8192, 5000)  # a row of 5,000 trained tokens is in one batch
+    with pytest.raises(StageError, match="take a GPU with more memory"):
+        check_room(sizes, KIMI, 2 * GIB, 8192, 1500)
+
+
+def test_the_batches_that_a_config_will_make():
+    drafter = SETTINGS["drafter"] | {"batch_tokens": 32768, "micro_tokens": 8192, "precision": "bfloat16"}
+    assert expected_load(drafter, 0.5, {"ranks": 3, "shard": True}) == Load(5462, 10924, 3, 2, False, 3)
+    assert expected_load(drafter, 0.8, {"recompute": True}) == Load(8192, 10240, 3, 2, True, 1)
+    assert trained_share({"datasets": {"a": {"tokens": 30, "trained_tokens": 10}, "b": {"tokens": 10, "trained_tokens": 10}}}) == 0.5
+    assert trained_share({}) == 0.5

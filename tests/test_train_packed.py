@@ -11,10 +11,11 @@ from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.training.batches import TrainingRow, collate
 from scripts.lib.training.distil import Goal, distil, plain_epilogue, shares
-from scripts.lib.training.loss import Teacher, unrolled_loss
+from scripts.lib.training.loss import Board, Lesson, Teacher, learn
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
 from scripts.lib.training.packed_unroll import plain_kernels, unroll_packed
+from scripts.lib.training.products import Operands
 from scripts.lib.training.row_attention import block_mask
 from scripts.lib.training.slots import trained_slots
 from scripts.lib.training.unroll import unroll
@@ -87,11 +88,12 @@ def alone(drafter: Drafter, teacher: Teacher, rows: list[TrainingRow]) -> tuple[
     """Loss and gradients of the row-by-row path, which the plain reference holds."""
     drafter.zero_grad()
     batch = collate(rows, torch.float32, "cpu")
-    unrolled = unroll(drafter, teacher.embedding, batch, STEPS)
+    operands = Operands(drafter, torch.float32)
+    unrolled = unroll(operands, teacher.embedding, batch, STEPS)
     weights = [DECAY**number / len(step.active) for number, step in enumerate(unrolled)]
-    loss, _ = unrolled_loss(unrolled, drafter, teacher.probabilities(batch.final), weights, soft_cross_entropy_)
-    loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
+    sums = learn(operands, unrolled, Lesson(batch.final, teacher.head, weights, soft_cross_entropy_), Board())
+    gradients = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
+    return sums @ torch.tensor(weights), gradients
 
 
 @pytest.mark.parametrize("extra", [0, 2])

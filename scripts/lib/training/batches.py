@@ -82,6 +82,23 @@ def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
+def shard_order(shards: Sequence[int], seed: int, epoch: int) -> list[int]:
+    """The order in `epoch` of the shards in which rows are; `shards` names that of each row."""
+    order = sorted(set(shards))
+    random.Random(f"{seed}/{epoch}/shards").shuffle(order)
+    return order
+
+
+def order_by_shard(shards: Sequence[int], seed: int, epoch: int) -> list[int]:
+    """The order in `epoch` of rows, whose `shards` are given: a shard after the other, the rows of each shuffled."""
+    rows: dict[int, list[int]] = {}
+    for row, shard in enumerate(shards):
+        rows.setdefault(shard, []).append(row)
+    for shard, own in rows.items():
+        random.Random(f"{seed}/{epoch}/{shard}").shuffle(own)
+    return [row for shard in shard_order(shards, seed, epoch) for row in rows[shard]]
+
+
 def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Cut `order` into runs of whole rows of about `batch_tokens`, all of them about equal; a longer row stands alone.
 

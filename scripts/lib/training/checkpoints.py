@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+
+from scripts.lib.training import ranks
+from scripts.lib.training.masters import DrafterWeights
 
 NAME = "checkpoint.pt"
 
@@ -18,22 +20,23 @@ NAME = "checkpoint.pt"
 class State:
     """Where training stands: `step` steps are done, `curve` holds one row for each."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    weights: DrafterWeights
     step: int
     curve: list[dict[str, Any]]
 
 
+def has_state(folder: Path) -> bool:
+    """Whether there is a checkpoint in `folder`."""
+    return (folder / NAME).exists()
+
+
 def save_state(folder: Path, state: State) -> None:
-    """Write `state` to `folder`: a temporary name, fsync, rename."""
+    """Let the first rank write `state` to `folder`: a temporary name, fsync, rename. It says nothing of how many ranks there are."""
+    content = {**state.weights.state(), "step": state.step, "curve": state.curve}
+    if not ranks.first():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{NAME}.part"
-    content = {
-        "model": state.model.state_dict(),
-        "optimizer": state.optimizer.state_dict(),
-        "step": state.step,
-        "curve": state.curve,
-    }
     with temporary.open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -45,8 +48,6 @@ def restore(folder: Path, state: State) -> None:
     """Bring `state` to where the checkpoint in `folder` stands; leave it at the start when there is none."""
     path = folder / NAME
     if path.exists():
-        device = next(state.model.parameters()).device
-        content = torch.load(path, map_location=device, weights_only=True)
-        state.model.load_state_dict(content["model"])
-        state.optimizer.load_state_dict(content["optimizer"])
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        state.weights.load(content)
         state.step, state.curve = content["step"], content["curve"]

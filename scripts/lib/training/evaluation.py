@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from scripts.lib.training.batches import TrainingRow
-from scripts.lib.training.loss import CHUNK_ROWS
 from scripts.lib.training.ranks import add_up
 from scripts.lib.training.repetition import ends_in_loop
 from scripts.lib.training.stepping import Drafts, Stepper
 
 PLAIN, LOOPS = 0, 1
+CHUNK_ROWS = 512  # whose logits live at a time
 
 
 class Tally:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from scripts.lib.eagle3.closed_form import Sample, closed_form_start
+from scripts.lib.eagle3.closed_form import closed_form_start
 from scripts.lib.eagle3.initial import initialise, start_from, warm_start
 from scripts.lib.eagle3.layers import checked_boundaries
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
@@ -13,39 +13,50 @@ from scripts.lib.eagle3.target import TargetWeights
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Manifest, checked_shard, read_manifest
 from scripts.lib.ground.stage import Job
-from scripts.lib.states.encoded import decoded
-from scripts.lib.training.batches import TrainingRow
-from scripts.lib.training.rows import RowSet, load_rows
+from scripts.lib.training.feed import Feed
+from scripts.lib.training.rolling import Rolled, is_rolling
+from scripts.lib.training.rows import RowSet, load_rows, thinned
 from scripts.lib.training.settings import TrainSettings
 from scripts.lib.vocabulary.tables import Vocabulary, read_vocabulary
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Checked inputs of one run."""
+    """Checked inputs of one run. Where shards come and go, `rolled` plans them and the rows of `train` have no states."""
 
     train: RowSet
     heldout: RowSet
     vocabulary: Vocabulary
     target: TargetWeights
     boundaries: tuple[int, ...]
+    rolled: Rolled | None
 
 
-def read_inputs(job: Job) -> Inputs:
-    """Read the inputs of `job`; StageError when one is damaged, they do not fit together, or nothing is left to train on."""
+def read_inputs(job: Job, settings: TrainSettings) -> Inputs:
+    """Read the inputs of `job`; StageError when one is damaged, they do not fit together, or nothing is left to train on.
+
+    A drafter's `fraction` thins the train rows alone: all drafters are measured on the same held-out ones.
+    """
     path = job.input("hidden")
     hidden = read_manifest(path, "hidden")
     target = read_target(job.input("target"))
     vocabulary = read_vocabulary(job.input("vocab"))
     boundaries = check_fit(path, hidden, target, vocabulary)
-    train, heldout = (load_rows(path.parent, hidden, split) for split in ("train", "eval"))
-    for split, found in (("train", train), ("eval", heldout)):
+    rolled = Rolled.of(job) if is_rolling(job) else None
+    whole = rolled.rows if rolled else load_rows(path.parent, hidden, "train")
+    heldout = load_rows(path.parent, hidden, "eval")
+    for split, found in (("train", whole), ("eval", heldout)):
         if not found.rows:
             raise StageError(
                 f"{path}: none of {found.untrained} {split} rows has a trained position (an answer needs two tokens or more); "
                 "check the loss spans of stage encode, or give it more samples"
             )
-    return Inputs(train, heldout, vocabulary, target, boundaries)
+    train = thinned(whole, settings.fraction, settings.seed)
+    if not train.rows:
+        raise StageError(
+            f"{path}: fraction {settings.fraction} leaves none of {len(whole.rows)} train rows; raise it, or give more samples"
+        )
+    return Inputs(train, heldout, vocabulary, target, boundaries, rolled)
 
 
 def read_target(path: Path) -> TargetWeights:
@@ -74,8 +85,11 @@ def check_fit(path: Path, hidden: Manifest, target: TargetWeights, vocabulary: V
     return tuple(checked_boundaries(hidden.facts["boundaries"], text.num_hidden_layers))
 
 
-def new_drafter(inputs: Inputs, settings: TrainSettings, device: str) -> tuple[Drafter, list[str]]:
-    """A drafter at its start in float32 on `device`, and the names of what it took over from the target."""
+def new_drafter(inputs: Inputs, settings: TrainSettings, device: str, feed: Feed | None) -> tuple[Drafter, list[str]]:
+    """A drafter at its start in float32 on `device`, and the names of what it took over from the target.
+
+    Without a `feed` nothing is solved from its rows: a checkpoint holds what came of that.
+    """
     vocabulary = inputs.vocabulary
     config = DrafterConfig.from_target(inputs.target.config, len(vocabulary.d2t), inputs.boundaries, settings.fc_norm, settings.norm_output)
     drafter = Drafter(config, vocabulary.d2t, vocabulary.t2d).float()
@@ -86,13 +100,9 @@ def new_drafter(inputs: Inputs, settings: TrainSettings, device: str) -> tuple[D
         return drafter.to(device), []
     taken = warm_start(drafter, inputs.target)
     drafter.to(device)
-    closed_form_start(drafter, inputs.target.embedding(), [sample(row) for row in inputs.train.rows])
+    if feed:
+        closed_form_start(drafter, inputs.target.embedding(), feed.samples())
     return drafter, taken
-
-
-def sample(row: TrainingRow) -> Sample:
-    """What the slots of `row` see, and the target's state that they lead to."""
-    return Sample(decoded(row.aux[row.slots]), row.tokens[row.slots + 1].long(), decoded(row.final))
 
 
 def draft_head(inputs: Inputs) -> Tensor:

@@ -1,6 +1,8 @@
-"""Packed batches made ahead of their use: one thread reads rows into page-locked memory, a stream of its own copies them."""
+"""Packed batches made ahead of their use: a thread puts rows into page-locked memory, several decode what is stored in fewer bytes, and a
+stream of its own copies the batch.
+"""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,23 +13,23 @@ from scripts.lib.training.packed import Capacity, PackedBatch, collate_packed
 AHEAD = 2
 
 
-def packed_batches(runs: Sequence[Sequence[TrainingRow]], capacity: Capacity, dtype: torch.dtype, device: str) -> Iterator[PackedBatch]:
+def packed_batches(runs: Sequence[Iterable[TrainingRow]], capacity: Capacity, dtype: torch.dtype, device: str) -> Iterator[PackedBatch]:
     """A batch on `device` for each of `runs`, in order; the next ones are made while one is used."""
     on_cuda = torch.device(device).type == "cuda"
     moved = CudaMover(device) if on_cuda else lambda batch: batch
 
-    def make(rows: Sequence[TrainingRow]) -> PackedBatch:
-        return collate_packed(rows, capacity, dtype, pinned=on_cuda)
+    def make(rows: Iterable[TrainingRow]) -> PackedBatch:
+        return collate_packed(list(rows), capacity, dtype, on_cuda, readers.map)
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(torch.get_num_threads()) as readers, ThreadPoolExecutor(1) as pool:
         yield from ahead(pool, make, moved, runs)
 
 
 def ahead(
     pool: ThreadPoolExecutor,
-    make: Callable[[Sequence[TrainingRow]], PackedBatch],
+    make: Callable[[Iterable[TrainingRow]], PackedBatch],
     moved: Callable[[PackedBatch], PackedBatch],
-    runs: Sequence[Sequence[TrainingRow]],
+    runs: Sequence[Iterable[TrainingRow]],
 ) -> Iterator[PackedBatch]:
     """`moved(make(run))` for each of `runs`; up to `AHEAD` are in the making."""
     waiting = [pool.submit(make, rows) for rows in runs[:AHEAD]]

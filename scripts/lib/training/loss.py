@@ -1,20 +1,23 @@
-"""Losses against the target on the draft vocabulary, without logits of more than one chunk at a time.
+"""Losses against the target on the draft vocabulary, and their gradients, in chunks of teachers; for a CPU.
 
-Shapes: Q slots, M draft states of all steps together, H hidden size, D draft vocabulary, V target vocabulary.
+The logits of a chunk are made once, become their gradients where they lie, and die with the chunk.
+Shapes: Q slots, M draft states of all steps together, K steps, H hidden size, D draft vocabulary, V target vocabulary;
+C teachers and m states of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from scripts.lib.eagle3.model import Drafter
 from scripts.lib.training.objectives import Objective
+from scripts.lib.training.products import Operands, add_product, gradient
 from scripts.lib.training.unroll import Step
 
-CHUNK_ROWS = 512  # logits of a chunk stay under 32 MiB at D = 8192: larger blocks are mapped afresh by the C library at every use
+CHUNK_LOGITS = 2**24  # of the drafter, at a time: 64 MiB in float32
+BLOCK_ROWS = 32  # of logits that are judged at a time, so that they stay in a cache from one pass to the next
 
 
 @dataclass(frozen=True)
@@ -24,74 +27,100 @@ class Teacher:
     embedding: Tensor
     head: Tensor
 
-    def to(self, device: str) -> "Teacher":
-        """The same on `device`."""
-        return Teacher(self.embedding.to(device), self.head.to(device))
-
     def probabilities(self, final: Tensor) -> Tensor:
         """What the target gives each draft token, f32[Q, D], renormalised over the draft vocabulary.
 
         `final` [Q, H] are the target's states after its last norm.
         """
-        return torch.softmax((final @ self.head.T).float(), -1)
+        return torch.softmax(final.to(self.head.dtype) @ self.head.T, -1, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Row m of M is taught by `probabilities[index[m]]` f32[D], judged by `judge`, and counts `share[m]`."""
+    """What teaches: the target's `final` states [Q, H] and the draft rows [D, H] of its head; what the losses of each step weigh."""
 
-    probabilities: Tensor
-    index: Tensor
-    share: Tensor
+    final: Tensor
+    head: Tensor
+    weights: Sequence[float]
     judge: Objective
 
 
-class Judged(torch.autograd.Function):
-    """The objective of `states @ weight.T` against a lesson.
+class Board:
+    """Memory for the logits of a chunk that is used again for the next: fresh memory costs a page fault for every 4 KiB."""
 
-    Gradients are made in the forward pass chunk by chunk, for the weighted sum of rows, so no chunk is built twice.
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def space(self, name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+        """[rows, columns] of dtype and device of `like`, filled with what was there; what was handed out under `name` is lost."""
+        if name not in self.held or len(self.held[name]) < rows * columns:
+            self.held[name] = like.new_empty(rows * columns)
+        return self.held[name][: rows * columns].view(rows, columns)
+
+
+def learn(operands: Operands, unrolled: Sequence[Step], lesson: Lesson, board: Board) -> Tensor:
+    """Add to the drafter's gradients those of the losses of `unrolled`; the summed losses f32[K] of each step.
+
+    Slot q at step s is taught by final state q + s.
     """
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor]:
-        """The weighted sum (scalar) and the rows' own losses f32[M] of normed `states` [M, H] and head `weight` [D, H].
-
-        Matrix products run in the dtype of autocast, or else in that of `states`; softmax and sums in float32.
-        """
-        kind = states.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-        head, grad_states, grad_weight = weight.to(dtype), torch.empty_like(states, dtype=torch.float32), torch.zeros_like(weight)
-        losses = torch.empty(len(states), device=states.device)
-        with torch.autocast(kind, enabled=False):
-            for start in range(0, len(states), CHUNK_ROWS):
-                part = slice(start, start + CHUNK_ROWS)
-                inputs = states[part].to(dtype)
-                logits = (inputs @ head.T).float()
-                losses[part] = lesson.judge(logits, lesson.probabilities[lesson.index[part]], lesson.share[part])
-                gradient = logits.to(dtype)
-                grad_states[part] = gradient @ head
-                grad_weight += gradient.T @ inputs
-        ctx.save_for_backward(grad_states, grad_weight)
-        ctx.mark_non_differentiable(losses)
-        return (losses * lesson.share).sum(), losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale what the forward pass made by `grad`, a scalar."""
-        grad_states, grad_weight = ctx.saved_tensors
-        return grad_states * grad, grad_weight * grad, None
+    states = operands.norm(torch.cat([step.states for step in unrolled]), operands.drafter.norm)
+    taught = torch.cat([step.active + number for number, step in enumerate(unrolled)])
+    counts = [len(step.active) for step in unrolled]
+    share = torch.cat([torch.full((count,), weight, device=taught.device) for weight, count in zip(lesson.weights, counts, strict=False)])
+    losses, back = torch.empty_like(share), torch.empty_like(states)
+    with torch.no_grad():
+        rows, limit = states.detach().to(operands.dtype), max(CHUNK_LOGITS // (len(counts) * len(lesson.head)), 1)
+        size = ceil(len(lesson.final) / ceil(len(lesson.final) / limit))
+        for start in range(0, len(lesson.final), size):
+            part = ((taught >= start) & (taught < start + size)).nonzero().flatten()
+            goals = probabilities(lesson, slice(start, start + size), board)
+            losses[part], back[part] = judged(operands, rows[part], (goals, taught[part] - start), (lesson.judge, share[part]), board)
+    states.backward(back)
+    return torch.stack([part.sum() for part in losses.split(counts)])
 
 
-def unrolled_loss(
-    steps: Sequence[Step], drafter: Drafter, probabilities: Tensor, weights: Sequence[float], judge: Objective
+def probabilities(lesson: Lesson, part: slice, board: Board) -> Tensor:
+    """What the target gives each draft token, f32[C, D], for the `part` of the final states."""
+    final = lesson.final[part].to(lesson.head.dtype)
+    logits = torch.mm(final, lesson.head.T, out=board.space("teacher", len(final), len(lesson.head), final))
+    goals = (
+        board.space("goals", len(logits), len(lesson.head), logits.new_empty(0, dtype=torch.float32))
+        if logits.dtype != torch.float32
+        else logits
+    )
+    for start in range(0, len(logits), BLOCK_ROWS):
+        block = slice(start, start + BLOCK_ROWS)
+        goals[block] = torch.softmax(logits[block], -1, dtype=torch.float32)
+    return goals
+
+
+def judged(
+    operands: Operands, states: Tensor, teachers: tuple[Tensor, Tensor], judge: tuple[Objective, Tensor], board: Board
 ) -> tuple[Tensor, Tensor]:
-    """Sum over steps s of `weights[s]` times the summed loss of the slots trained at s; and those sums f32[K].
+    """Losses f32[m] of normed `states` [m, H] and the gradient to them f32[m, H]; the head's is added up in place.
 
-    `probabilities` [Q, D] of the teacher; slot q at step s is taught by row q + s.
+    `teachers` are probabilities f32[C, D] and which of them teaches each state, i64[m]; `judge` an objective and what each
+    state's loss weighs, f32[m].
     """
-    states = drafter.norm(torch.cat([step.states for step in steps]))
-    index = torch.cat([step.active + number for number, step in enumerate(steps)])
-    counts = [len(step.active) for step in steps]
-    share = torch.cat([torch.full((count,), weight, device=index.device) for weight, count in zip(weights, counts, strict=False)])
-    total, losses = Judged.apply(states, drafter.lm_head.weight, Lesson(probabilities, index, share, judge))
-    return total, torch.stack([part.sum() for part in losses.split(counts)])
+    (goals, taught), (objective, share) = teachers, judge
+    weight = operands.drafter.lm_head.weight
+    head = operands.of(weight)
+    logits = torch.mm(states, head.T, out=board.space("drafter", len(states), len(head), states))
+    losses = torch.empty_like(share)
+    for block, first in blocks(taught):
+        scores = logits[block].float()
+        losses[block] = objective(scores, goals[first : first + len(scores)], share[block])
+        if scores.dtype != logits.dtype:
+            logits[block] = scores
+    add_product(gradient(weight), logits, states)
+    return losses, (logits @ head).float()
+
+
+def blocks(taught: Tensor) -> Iterator[tuple[slice, int]]:
+    """Slices of `taught` i64[m] with numbers that follow each other, and the first number of each."""
+    numbers = taught.tolist()
+    start = 0
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or place - start == BLOCK_ROWS or numbers[place] != numbers[place - 1] + 1:
+            yield slice(start, place), numbers[start]
+            start = place

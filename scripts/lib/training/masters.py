@@ -3,7 +3,10 @@
 A bf16 weight near 1 does not move by less than 1/256: small steps must add up somewhere finer.
 """
 
+import contextlib
 import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +17,41 @@ from scripts.lib.training.ranks import add_up, as_first
 BETAS = (0.9, 0.95)
 
 
+class DrafterWeights(Protocol):
+    """What a step and the training loop ask of weights, wherever they lie; every rank calls all of it in the same order."""
+
+    masters: Drafter
+    compute: Drafter
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(drafter, *arguments)` of the drafter that computes."""
+        ...
+
+    def backward(self, states: Sequence[Tensor], gradients: Sequence[Tensor], head: Tensor) -> None:
+        """Add to the masters' gradients what comes of `gradients` of the draft `states`, and `head` f32[D, H] of the output head."""
+        ...
+
+    def step(self, learning_rate: float, clip: float) -> Tensor:
+        """One step of AdamW with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
+        ...
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """All weights are there inside."""
+        ...
+
+    def exported(self) -> Drafter:
+        """The drafter in float32."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer as one process has them, for a checkpoint."""
+        ...
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, of any number of ranks."""
+        ...
+
+
 class Masters:
     """`masters` is the drafter in float32, `compute` the one that runs: the same one when `dtype` is float32."""
 
@@ -21,7 +59,16 @@ class Masters:
         self.masters = masters
         as_first([parameter.data for parameter in masters.parameters()])
         self.compute = masters if dtype == torch.float32 else copy.deepcopy(masters).to(dtype)
-        self.optimizer = torch.optim.AdamW(masters.parameters(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+        self.optimizer = adamw(masters)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(drafter, *arguments)` of the drafter that computes."""
+        return function(self.compute, *arguments)
+
+    def backward(self, states: Sequence[Tensor], gradients: Sequence[Tensor], head: Tensor) -> None:
+        """Add to the masters' gradients what comes of `gradients` of the draft `states`, and `head` f32[D, H] of the output head."""
+        torch.autograd.backward(states, gradients)
+        self.take_gradients(head)
 
     def take_gradients(self, head: Tensor) -> None:
         """Add to the masters' gradients what lies in the copies', and `head` f32[D, H] of the output head; empty the copies'."""
@@ -42,7 +89,7 @@ class Masters:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=norm.is_cuda)  # on a CPU, fresh memory costs more than zeros
         self.publish()
         return norm
 
@@ -52,9 +99,32 @@ class Masters:
         if self.compute is not self.masters:
             torch._foreach_copy_(list(self.compute.parameters()), list(self.masters.parameters()))
 
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """All weights are there inside: they always are."""
+        return contextlib.nullcontext()
+
+    def exported(self) -> Drafter:
+        """The drafter in float32."""
+        return self.masters
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer, for a checkpoint."""
+        return {"model": self.masters.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        """Take over what `state` gave."""
+        self.masters.load_state_dict(content["model"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        self.publish()
+
     @staticmethod
     def _add(master: Tensor, gradient: Tensor) -> None:
         if master.grad is None:
             master.grad = gradient.float()
         else:
             master.grad += gradient
+
+
+def adamw(drafter: Drafter) -> torch.optim.AdamW:
+    """The optimizer of all weights of `drafter`; each step sets its learning rate."""
+    return torch.optim.AdamW(drafter.parameters(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)

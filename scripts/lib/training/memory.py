@@ -1,41 +1,156 @@
-"""How much memory training takes, estimated from sizes before it starts. On GPUs it was 7 % below to 11 % above what was measured."""
+"""How much memory of a GPU training takes, from sizes alone: before anything is loaded, and before the data is there.
 
-from dataclasses import dataclass
+On GPUs the whole of it was 7 % below to 11 % above what was measured. It imports nothing heavy, so that a dry run can ask, too.
+Letters: H hidden size, I feed-forward width, E head size, V target vocabulary, D draft vocabulary.
+"""
 
-import torch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from scripts.lib.eagle3.model import Drafter
-from scripts.lib.training.distil import TEACHERS
-from scripts.lib.training.packed import Capacity
+from scripts.lib.ground.errors import StageError
 
-MASTER = 16  # bytes of a weight in float32, its gradient and AdamW's two moments
+GIB = 2**30
+FINE = 4  # bytes of a float32: master weights, their gradients, AdamW's two moments
+CHUNK = 1024  # teachers whose logits exist at a time, as in `distil`
+TOO_HIGH = 1.11  # what the estimate was above the measured peak, at most
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a drafter and of what it takes from its target."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocabulary: int
+    draft_vocabulary: int
+
+    @classmethod
+    def of(cls, target: Mapping[str, Any], draft_vocabulary: int) -> "Sizes":
+        """Those of a drafter for the target whose `config.json` says `target`."""
+        text = target.get("text_config", target)
+        heads = text["num_attention_heads"]
+        head_dim = text.get("v_head_dim") or text.get("head_dim") or text["hidden_size"] // heads
+        groups = text.get("num_key_value_heads", heads)
+        return cls(text["hidden_size"], text["intermediate_size"], heads, groups, head_dim, text["vocab_size"], draft_vocabulary)
+
+    @property
+    def weights(self) -> int:
+        """Weights of the drafter, but for its few norms."""
+        heads = 3 * self.heads + 4 * self.groups  # queries, keys and values see 2H, the output writes H
+        layer = heads * self.head_dim + 3 * self.intermediate
+        return self.hidden * (3 * self.hidden + layer + self.draft_vocabulary)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One batch as it is computed: slots and positions, draft steps, bytes of a number in matrix products.
+
+    `recompute`: a draft step is computed again in the backward pass. `shards`: ranks that share masters, gradients and optimizer.
+    """
+
+    slots: int
+    positions: int
+    steps: int
+    itemsize: int
+    recompute: bool = False
+    shards: int = 1
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of weights with all that belongs to them, and of what a batch leaves behind for the backward pass."""
+    """Bytes on one GPU.
 
-    weights: int
-    batch: int
+    `masters`: weights in float32 and their gradients. `optimizer`: AdamW's moments. `copies`: weights for matrix products and their
+    gradients. `target`: its embedding [V, H] and the draft rows [D, H] of its head. `states`: those of a batch. `activations`: what
+    draft steps leave for the backward pass. `logits`: of one chunk of teachers.
+    """
+
+    masters: float
+    optimizer: float
+    copies: float
+    target: float
+    states: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(vars(self).values())
 
     def __str__(self) -> str:
-        gib = 2**30
-        total = (self.weights + self.batch) / gib
-        return f"{total:.1f} GiB: {self.weights / gib:.1f} for weights, gradients and optimizer, {self.batch / gib:.1f} for a batch"
+        parts = ", ".join(f"{value / GIB:.1f} {name}" for name, value in vars(self).items())
+        return f"{self.total / GIB:.1f} GiB ({parts})"
 
 
-def estimate(drafter: Drafter, capacity: Capacity, steps: int, dtype: torch.dtype) -> Memory:
-    """Memory of training `drafter` for `steps` draft steps on batches of `capacity`, with matrix products in `dtype`.
+def estimate(sizes: Sizes, load: Load) -> Memory:
+    """Memory of training a drafter of `sizes` on batches of `load`.
 
-    Kept of a slot at each step: three times the feed-forward width, five states, four sets of query heads, keys and values;
-    logits exist for one chunk of slots.
+    A slot keeps at each step three times the feed-forward width, five states, four sets of query heads, keys and values; computed
+    again, its state before and after, its key and value, and all of it for one step only.
     """
-    config, size = drafter.config, dtype.itemsize
-    weights = sum(parameter.numel() for parameter in drafter.parameters())
-    copies = 2 * size if dtype != torch.float32 else 0  # a copy of each weight and its gradient
-    target = (config.vocab_size + config.draft_vocab_size) * config.hidden_size * size
-    heads = 4 * config.num_attention_heads + 2 * config.num_key_value_heads
-    slot = 3 * config.intermediate_size + 5 * config.hidden_size + heads * config.head_dim
-    position = 10 * config.hidden_size
-    logits = TEACHERS * (steps + 1) * config.draft_vocab_size
-    return Memory((MASTER + copies) * weights + target, (capacity.slots * steps * slot + capacity.positions * position + logits) * size)
+    weights, item = sizes.weights, load.itemsize
+    keys = 2 * sizes.groups * sizes.head_dim
+    step = 3 * sizes.intermediate + 5 * sizes.hidden + 4 * sizes.heads * sizes.head_dim + keys
+    kept = load.steps * (2 * sizes.hidden + keys) + step if load.recompute else load.steps * step
+    own = 2 * item if item < FINE else 0
+    copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
+    return Memory(
+        masters=2 * FINE * weights / load.shards,
+        optimizer=2 * FINE * weights / load.shards,
+        copies=copies * weights,
+        target=(sizes.vocabulary + sizes.draft_vocabulary) * sizes.hidden * item,
+        states=10 * load.positions * sizes.hidden * item,
+        activations=load.slots * kept * item,
+        logits=CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item,
+    )
+
+
+def trained_share(mix: Mapping[str, Any]) -> float:
+    """The share of all tokens that is trained, from the facts of the mix; half of them where it is not there yet."""
+    datasets = mix.get("datasets", {}).values()
+    tokens, trained = (sum(dataset[name] for dataset in datasets) for name in ("tokens", "trained_tokens"))
+    return trained / tokens if trained else 0.5
+
+
+def expected_load(drafter: Mapping[str, Any], share: float, runtime: Mapping[str, Any]) -> Load:
+    """The batches of a drafter's section of the config when a `share` of all positions is trained, on the machine of `runtime`."""
+    ranks, whole = runtime.get("ranks", 1), drafter["batch_tokens"]
+    batches = -(-max(round(whole / drafter.get("micro_tokens", 8192)), 1) // ranks) * ranks
+    slots = -(-whole // batches)
+    itemsize = 2 if drafter["precision"] == "bfloat16" else FINE
+    shards = ranks if runtime.get("shard") else 1
+    return Load(slots, round(slots / share), drafter["ttt_steps"], itemsize, bool(runtime.get("recompute")), shards)
+
+
+def remedies(sizes: Sizes, load: Load, room: float, micro_tokens: int, longest: int) -> Iterator[str]:
+    """What would make the batches of `load`, which come of `micro_tokens`, fit into `room` bytes; a batch holds the `longest` row."""
+
+    def fit(changed: Load) -> bool:
+        return estimate(sizes, changed).total <= room
+
+    smaller = [replace(load, slots=load.slots // part, positions=load.positions // part) for part in (2, 4, 8)]
+    cut = next((one for one in smaller if one.slots >= longest and fit(one)), None)
+    if cut:
+        yield f"micro_tokens to {micro_tokens * cut.slots // load.slots}"
+    again = replace(load, recompute=True)
+    if not load.recompute and fit(again):
+        yield "runtime.recompute to true"
+    for start, words in ((load, ""), (again, " and runtime.recompute to true")):
+        shards = next((number for number in (2, 4, 8, 16, 32) if number > load.shards and fit(replace(start, shards=number))), None)
+        if shards:
+            yield f"runtime.shard to true with {shards} ranks{words}"
+            break
+
+
+def check_room(sizes: Sizes, load: Load, room: float, micro_tokens: int, longest: int) -> None:
+    """StageError when training cannot fit into the `room` bytes that a GPU has free, whichever way the estimate errs."""
+    memory = estimate(sizes, load)
+    if memory.total > TOO_HIGH * room:
+        found = " or ".join(remedies(sizes, load, room, micro_tokens, longest))
+        remedy = f"set {found}" if found else "take a GPU with more memory, or train on shorter rows"
+        raise StageError(f"training needs about {memory} on each GPU, which has {room / GIB:.1f} GiB free: {remedy}")

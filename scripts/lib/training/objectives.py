@@ -1,7 +1,7 @@
 """What a draft distribution is judged by, against the target's distribution on the draft vocabulary.
 
 Every objective takes logits f32[M, D] of the drafter, goals f32[M, D] (probabilities of the target) and shares f32[M]. It
-returns the losses f32[M] and leaves in the logits their gradient times the share; the goals' memory is used up.
+returns the losses f32[M] and leaves in the logits their gradient times the share.
 Shapes: M slots, D draft vocabulary.
 """
 
@@ -26,14 +26,14 @@ def soft_cross_entropy_(logits: Tensor, goal: Tensor, share: Tensor) -> Tensor:
     aimed = torch.linalg.vecdot(goal, logits)
     highest = logits.amax(-1, keepdim=True)
     total = logits.sub_(highest).exp_().sum(-1, keepdim=True)
-    logits.mul_(share[:, None] / total).sub_(goal.mul_(share[:, None]))
+    logits.mul_(share[:, None] / total).addcmul_(goal, share[:, None], value=-1)
     return (highest + total.log())[:, 0] - aimed
 
 
 def hard_cross_entropy_(logits: Tensor, goal: Tensor, share: Tensor) -> Tensor:
     """Cross-entropy against the draft token that the target finds likeliest."""
     chosen = goal.argmax(-1, keepdim=True)
-    return soft_cross_entropy_(logits, goal.zero_().scatter_(-1, chosen, 1.0), share)
+    return soft_cross_entropy_(logits, torch.zeros_like(goal).scatter_(-1, chosen, 1.0), share)
 
 
 def log_acceptance_(logits: Tensor, goal: Tensor, share: Tensor) -> Tensor:

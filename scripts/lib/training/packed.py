@@ -3,7 +3,7 @@
 Shapes: N positions and Q slots of a batch, both filled up to a multiple of a block; H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from scripts.lib.states.encoded import States, decoded
 from scripts.lib.training.batches import TrainingRow, offsets
 
+Each = Callable[[Callable[[States], Tensor], Iterable[States]], Iterable[Tensor]]
 BLOCK = 128  # side of the blocks in which attention masks are kept
 
 
@@ -59,19 +60,24 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def collate_packed(rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch.dtype, pinned: bool = False) -> PackedBatch:
-    """Put `rows` end to end into a batch of `capacity` on the CPU, states in `dtype`, in page-locked memory if `pinned`."""
+def collate_packed(
+    rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch.dtype, pinned: bool = False, each: Each = map
+) -> PackedBatch:
+    """Put `rows` end to end into a batch of `capacity` on the CPU, states in `dtype`, in page-locked memory if `pinned`.
+
+    `each` decodes the rows' states, like `map`; that of a pool does so in several threads.
+    """
     lengths, counts = [len(row.aux) for row in rows], [len(row.slots) for row in rows]
     row_starts = offsets(lengths)
     trained, size = sum(counts), rows[0].aux.shape[2]
 
-    def filled(parts: Sequence[States], shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+    def filled(parts: Sequence[Tensor], shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         """`parts` end to end in memory of `shape`; zeros behind them."""
         whole = torch.empty(shape, dtype=kind, pin_memory=pinned)
         used = sum(len(part) for part in parts)
         place = 0
         for part in parts:
-            whole[place : place + len(part)].copy_(decoded(part))
+            whole[place : place + len(part)].copy_(part)
             place += len(part)
         whole[used:] = 0
         return whole
@@ -82,12 +88,12 @@ def collate_packed(rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch
     return PackedBatch(
         ids=tuple(row.id for row in rows),
         trained=trained,
-        aux=filled([row.aux for row in rows], (capacity.positions, 3, size), dtype),
+        aux=filled(list(each(decoded, [row.aux for row in rows])), (capacity.positions, 3, size), dtype),
         next_tokens=filled([row.tokens[1:] for row in rows], (capacity.positions,), torch.int64),
         positions=filled([torch.arange(length) for length in lengths], (capacity.positions,), torch.int64),
         slots=slots,
         starts=starts,
         remaining=filled([row.remaining for row in rows], (capacity.slots,), torch.int64),
-        final=filled([row.final for row in rows], (capacity.slots, size), dtype),
+        final=filled(list(each(decoded, [row.final for row in rows])), (capacity.slots, size), dtype),
         argmax=filled([row.argmax for row in rows], (capacity.slots,), torch.int64),
     )

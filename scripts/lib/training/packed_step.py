@@ -10,7 +10,7 @@ from scripts.lib.eagle3.model import Drafter
 from scripts.lib.training.distil import Epilogue, Goal, distil, on_device, plain_epilogue, shares
 from scripts.lib.training.loader import packed_batches
 from scripts.lib.training.loss import Teacher
-from scripts.lib.training.masters import Masters
+from scripts.lib.training.masters import DrafterWeights, Masters
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import Capacity, PackedBatch
 from scripts.lib.training.packed_unroll import Kernels, compiled_kernels, plain_kernels, unroll_packed
@@ -29,20 +29,20 @@ class Engine:
     def of(cls, recipe: Recipe) -> "Engine":
         """Compiled kernels on CUDA, torch operations elsewhere. Only the usual objective has a kernel of its own."""
         if torch.device(recipe.device).type != "cuda":
-            return cls(plain_kernels(), plain_epilogue(recipe.objective))
+            return cls(plain_kernels(recipe.recompute), plain_epilogue(recipe.objective))
         from scripts.lib.training.triton_epilogue import triton_epilogue  # Triton is there with CUDA only
 
         # Joining attention compiles once for each number of own keys.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         soft = recipe.objective is soft_cross_entropy_
-        return cls(compiled_kernels(), triton_epilogue if soft else plain_epilogue(recipe.objective))
+        return cls(compiled_kernels(recipe.recompute), triton_epilogue if soft else plain_epilogue(recipe.objective))
 
 
 class PackedStep:
     """A `Stepper` on batches of one fixed `capacity`: weights are float32, states and matrix products of the recipe's dtype."""
 
     def __init__(self, drafter: Drafter, teacher: Teacher, recipe: Recipe, capacity: Capacity) -> None:
-        self.weights = Masters(drafter.to(recipe.device), recipe.dtype)
+        self.weights = new_weights(drafter.to(recipe.device), recipe)
         embedding, head = (weight.to(recipe.device, recipe.dtype) for weight in (teacher.embedding, teacher.head))
         self.teacher, self.recipe, self.capacity = Teacher(embedding, head), recipe, capacity
         self.engine = Engine.of(recipe)
@@ -66,12 +66,11 @@ class PackedStep:
     def add_gradients(self, batch: PackedBatch, counts: Sequence[int]) -> Tensor:
         """Add the gradients of `batch`; its summed losses f32[K] of each draft step."""
         compute = self.weights.compute
-        states = unroll_packed(compute, self.teacher.embedding, batch, len(counts), self.engine.kernels)
+        states = self.weights.run(unroll_packed, self.teacher.embedding, batch, len(counts), self.engine.kernels)
         share = shares(batch.remaining, len(counts), self.recipe.decay, counts)
         goal = Goal(batch.final, self.teacher.head, share)
         found = distil([state.detach() for state in states], compute.lm_head.weight, goal, self.engine.epilogue)
-        torch.autograd.backward(states, found.states)
-        self.weights.take_gradients(found.head)
+        self.weights.backward(states, found.states, found.head)
         return found.losses.sum(1)
 
     def drafts(self, batch: PackedBatch, steps: int) -> list[Drafts]:
@@ -80,10 +79,19 @@ class PackedStep:
         Run as in training, with a graph that is dropped: kernels compiled without one would be others.
         """
         with torch.enable_grad():
-            states = unroll_packed(self.weights.compute, self.teacher.embedding, batch, steps, self.engine.kernels)
+            states = self.weights.run(unroll_packed, self.teacher.embedding, batch, steps, self.engine.kernels)
         active = [(batch.remaining > step).nonzero().flatten() for step in range(steps)]
         return [Drafts(state.detach()[here], here) for state, here in zip(states, active, strict=True)]
 
     def scores(self, states: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
         """Logits f32[M, D] of `states` [M, H] and the probabilities f32[M, D] that teach them."""
         return self.weights.compute.lm_head(states).float(), self.teacher.probabilities(final)
+
+
+def new_weights(drafter: Drafter, recipe: Recipe) -> DrafterWeights:
+    """The weights of `drafter` whole on this rank, or spread over all of them."""
+    if not recipe.shard:
+        return Masters(drafter, recipe.dtype)
+    from scripts.lib.training.sharded import ShardedMasters  # takes a second to import, for which most runs have no use
+
+    return ShardedMasters(drafter, recipe.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.training.packed import PackedBatch
@@ -31,21 +32,35 @@ class Kernels:
     finish: Callable[..., Any]
     norm: Callable[..., Any]
     first_keys: Callable[[PackedBatch], FirstKeys]
+    run: Callable[..., Any]  # runs a draft step: keeps what it computes, or computes it again in the backward pass
 
 
-def plain_kernels() -> Kernels:
+def plain_kernels(recompute: bool = False) -> Kernels:
     """Torch operations one by one, for any device."""
-    return Kernels(project, join, finish, normed, dense_first_keys)
+    return Kernels(project, join, finish, normed, dense_first_keys, again if recompute else once)
 
 
-def compiled_kernels() -> Kernels:
+def compiled_kernels(recompute: bool = False) -> Kernels:
     """Each piece compiled into few kernels, FlexAttention for the first keys; for CUDA. Every capacity compiles anew."""
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, fullgraph=True, dynamic=False)
 
     attention = compiled(flex_attention)
-    return Kernels(compiled(project), compiled(join), compiled(finish), compiled(normed), lambda batch: block_first_keys(batch, attention))
+    run = again if recompute else once
+    return Kernels(
+        compiled(project), compiled(join), compiled(finish), compiled(normed), lambda batch: block_first_keys(batch, attention), run
+    )
+
+
+def once(step: Callable[..., Any], *arguments: Any) -> Any:
+    """`step(*arguments)`."""
+    return step(*arguments)
+
+
+def again(step: Callable[..., Any], *arguments: Any) -> Any:
+    """`step(*arguments)`, of which only the arguments are kept for the backward pass."""
+    return checkpoint(step, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def normed(states: Tensor, norm: Norm) -> Tensor:
@@ -105,32 +120,59 @@ def unroll_packed(drafter: Drafter, embedding: Tensor, batch: PackedBatch, steps
     `embedding` [V, H] is the target's. Rows of slots that are not trained at a step hold finite numbers of no meaning.
     """
     config, layer, weights = drafter.config, drafter.midlayer, Weights.of(drafter)
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    width = heads * config.head_dim
-    norms = [(norm.weight, config.rms_norm_eps) for norm in (layer.hidden_norm, layer.post_attention_layernorm, drafter.norm)]
-    fused, slots, attend = drafter.fuse(batch.aux), batch.slots, kernels.first_keys(batch)
+    width, slots = config.num_attention_heads * config.head_dim, batch.slots
+    fused = drafter.fuse(batch.aux)
     embedded, embedded_keys = from_embeddings(drafter, weights, embedding, batch, kernels)
     embedded = functional.pad(embedded, (0, 0, 0, steps - 1))
-    turn = rotations(drafter, batch.positions)
-    keys, values = kernels.project(fused, norms[0], embedded_keys, (weights.from_states[width:], groups), turn)
+    projection = (weights.from_states[width:], config.num_key_value_heads)
+    norm, turn = (layer.hidden_norm.weight, config.rms_norm_eps), rotations(drafter, batch.positions)
+    first = (kernels.first_keys(batch), *kernels.project(fused, norm, embedded_keys, projection, turn))
     # index_select, as the gradient of plain indexing sorts on CUDA.
-    states, own_keys, own_values, outputs = fused.index_select(0, slots), [], [], []
+    states = fused.index_select(0, slots)
+    own_keys: list[Tensor] = []
+    own_values: list[Tensor] = []
+    outputs: list[Tensor] = []
     for step in range(steps):
         shifted, turn = embedded[step : step + len(slots)], rotations(drafter, batch.positions[slots] + step)
-        if step:
-            turned, own_value = kernels.project(states, norms[0], shifted, (weights.from_states, heads + groups), turn)
-            queries, own_key = turned.split([heads, groups], 1)
-            own_keys.append(own_key)
-            own_values.append(own_value)
-        else:
-            queries, _ = kernels.project(states, norms[0], shifted[:, :width], (weights.from_states[:width], heads), turn)
-        attended, lse = attend(queries, keys, values)
-        if step:
-            attended = kernels.join(queries, attended, lse, own_keys, own_values)
-        states = kernels.finish(attended, states, norms[1], (layer.self_attn.o_proj.weight, weights.gate_up, layer.mlp.down_proj.weight))
-        outputs.append(kernels.norm(states, norms[2]))
-        states = outputs[-1] if config.norm_output else states
+        own = (own_keys[:], own_values[:]) if step else None
+        states, output, added = kernels.run(draft_step, weights, kernels, first, (states, shifted, turn), own)
+        if added:
+            own_keys.append(added[0])
+            own_values.append(added[1])
+        outputs.append(output)
+        states = output if config.norm_output else states
     return outputs
+
+
+def draft_step(
+    weights: Weights,
+    kernels: Kernels,
+    first: tuple[FirstKeys, Tensor, Tensor],
+    slots: tuple[Tensor, Tensor, Turn],
+    own: tuple[list[Tensor], list[Tensor]] | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Draft states [Q, H] of one step before and behind the last norm, and the keys and values [Q, G, E] that it adds.
+
+    `first` attends to the keys and values of step 0; `slots` are states [Q, H], the embedding's half of their heads and their
+    rotation; `own` are keys and values of the slots' own steps so far. Step 0 has none (None) and adds none: its keys are the positions'.
+    """
+    drafter, config, layer = weights.drafter, weights.drafter.config, weights.drafter.midlayer
+    (attend, keys, values), (states, embedded, turn) = first, slots
+    norms = [(norm.weight, config.rms_norm_eps) for norm in (layer.hidden_norm, layer.post_attention_layernorm, drafter.norm)]
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    if own is None:
+        width = heads * config.head_dim
+        queries, _ = kernels.project(states, norms[0], embedded[:, :width], (weights.from_states[:width], heads), turn)
+        attended, _ = attend(queries, keys, values)
+        added = None
+    else:
+        turned, own_value = kernels.project(states, norms[0], embedded, (weights.from_states, heads + groups), turn)
+        queries, own_key = turned.split([heads, groups], 1)
+        added = (own_key, own_value)
+        attended, lse = attend(queries, keys, values)
+        attended = kernels.join(queries, attended, lse, [*own[0], own_key], [*own[1], own_value])
+    states = kernels.finish(attended, states, norms[1], (layer.self_attn.o_proj.weight, weights.gate_up, layer.mlp.down_proj.weight))
+    return states, kernels.norm(states, norms[2]), added
 
 
 def from_embeddings(drafter: Drafter, weights: Weights, embedding: Tensor, batch: PackedBatch, kernels: Kernels) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ What a step trains on and how the order runs do not depend on how many there are
 
 import datetime
 import logging
+import os
 import pickle
 import signal
 import sys
@@ -28,6 +29,16 @@ PATIENCE = datetime.timedelta(hours=2)  # of ranks that wait for one that compil
 def count() -> int:
     """How many ranks there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def number() -> int:
+    """Which of the ranks this is, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def here() -> int:
+    """How many of them are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count()))
 
 
 def first() -> bool:

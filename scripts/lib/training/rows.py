@@ -3,7 +3,8 @@
 Shapes: T tokens of a shard, S trained slots of a row, H hidden size.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,19 +13,44 @@ import torch
 from torch import Tensor
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.manifest import Manifest, checked_shard
+from scripts.lib.ground.files import sha256_text
+from scripts.lib.ground.manifest import Manifest, Shard, checked_shard
 from scripts.lib.states.format import HiddenShard
 from scripts.lib.states.reader import check_finite, read_shard
 from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.slots import trained_slots
 
+TURN = re.compile(r"#\d+$")
+
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows of one split, and how many rows of the shards had no slot to train."""
+    """Rows of one split, the shard of each and its number in it, how many rows had no slot to train, how many a fraction left out."""
 
     rows: tuple[TrainingRow, ...]
+    places: tuple[tuple[int, int], ...]
     untrained: int
+    unused: int = 0
+
+    @classmethod
+    def of(cls, shards: Iterable[Iterable[TrainingRow]]) -> "RowSet":
+        """The rows of `shards` that have a slot to train."""
+        rows: list[TrainingRow] = []
+        places: list[tuple[int, int]] = []
+        untrained = 0
+        for shard, content in enumerate(shards):
+            for number, row in enumerate(content):
+                if len(row.slots):
+                    rows.append(row)
+                    places.append((shard, number))
+                else:
+                    untrained += 1
+        return cls(tuple(rows), tuple(places), untrained)
+
+    @property
+    def shards(self) -> list[int]:
+        """The shard of each row."""
+        return [shard for shard, _ in self.places]
 
 
 def load_rows(folder: Path, manifest: Manifest, split: str) -> RowSet:
@@ -32,19 +58,31 @@ def load_rows(folder: Path, manifest: Manifest, split: str) -> RowSet:
 
     Raises StageError for a shard that is altered, cut, or holds values that are not finite.
     """
-    rows: list[TrainingRow] = []
-    untrained = 0
-    for shard in manifest.shards:
-        if shard.name.startswith(f"{split}-"):
-            path = checked_shard(folder, shard)
-            content = read_shard(path)
-            check_finite(path, content)
-            for row in shard_rows(path, content):
-                if len(row.slots):
-                    rows.append(row)
-                else:
-                    untrained += 1
-    return RowSet(tuple(rows), untrained)
+    return RowSet.of(checked_rows(folder, shard) for shard in manifest.shards if shard.name.startswith(f"{split}-"))
+
+
+def checked_rows(folder: Path, shard: Shard) -> Iterator[TrainingRow]:
+    """The rows of `shard` in `folder`, once all of it is known to be good."""
+    path = checked_shard(folder, shard)
+    content = read_shard(path)
+    check_finite(path, content)
+    return shard_rows(path, content)
+
+
+def thinned(found: RowSet, fraction: float, seed: int) -> RowSet:
+    """The rows of that `fraction` of all conversations whose seeded hashes are the smallest: a smaller fraction lies inside a larger one.
+
+    Rows of one conversation stay together: their ids differ in the turn alone, which stands behind `#`.
+    """
+    kept = [index for index, row in enumerate(found.rows) if place(row.id, seed) < fraction]
+    rows, places = tuple(found.rows[index] for index in kept), tuple(found.places[index] for index in kept)
+    return RowSet(rows, places, found.untrained, len(found.rows) - len(kept))
+
+
+def place(row_id: str, seed: int) -> float:
+    """Where the conversation of a row stands in [0, 1), by a hash of its id and `seed` alone."""
+    conversation = TURN.sub("", row_id)
+    return int(sha256_text(f"{seed}\x1ffraction\x1f{conversation}")[:13], 16) / 16**13
 
 
 def shard_rows(path: Path, shard: HiddenShard) -> Iterator[TrainingRow]:

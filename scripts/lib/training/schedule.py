@@ -1,10 +1,10 @@
 """Which rows each optimizer step sees, and with which learning rate: functions of settings alone."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.lib.training.batches import TrainingRow, epoch_order, pack, split
+from scripts.lib.training.batches import epoch_order, order_by_shard, pack, split
+from scripts.lib.training.rows import RowSet
 from scripts.lib.training.settings import TrainSettings
 
 
@@ -18,16 +18,23 @@ class PlannedStep:
     draft_steps: int
 
 
-def plan(rows: Sequence[TrainingRow], settings: TrainSettings, ranks: int = 1) -> list[PlannedStep]:
-    """All steps of a run over `rows`, the rows of each in batches for `ranks` processes.
+def row_order(found: RowSet, settings: TrainSettings, epoch: int) -> list[int]:
+    """The order of the rows in `epoch`: all of them shuffled, or a shard after the other."""
+    if settings.order == "shards":
+        return order_by_shard(found.shards, settings.seed, epoch)
+    return epoch_order(len(found.rows), settings.seed, epoch)
+
+
+def plan(found: RowSet, settings: TrainSettings, ranks: int = 1) -> list[PlannedStep]:
+    """All steps of a run over the rows `found`, the rows of each in batches for `ranks` processes.
 
     The first half of them drafts one step only, which costs a third: later steps build on the first one, and learn from a good one.
     """
-    lengths = [len(row.slots) for row in rows]
+    lengths = [len(row.slots) for row in found.rows]
     packs = [
         (epoch, tuple(tuple(batch) for batch in split(lengths, indices, settings.micro_tokens, ranks)))
         for epoch in range(settings.epochs)
-        for indices in pack(lengths, epoch_order(len(rows), settings.seed, epoch), settings.batch_tokens)
+        for indices in pack(lengths, row_order(found, settings, epoch), settings.batch_tokens)
     ]
     single = len(packs) // 2
     return [

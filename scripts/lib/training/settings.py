@@ -14,7 +14,7 @@ from scripts.lib.training.stepping import Recipe
 class TrainSettings:
     """How to train. `batch_tokens` counts trained tokens of one optimizer step, in whole rows: it sets the noise of a step.
 
-    `micro_tokens` counts those that are computed at a time: it sets the memory.
+    `micro_tokens` counts those that are computed at a time: it sets the memory. `fraction` is the share of the training conversations.
     """
 
     name: str
@@ -39,13 +39,16 @@ class TrainSettings:
     start_from: str | None = None
     patience: int = 0
     keep_best: bool = False
+    fraction: float = 1.0
+    order: str = "rows"
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "TrainSettings":
         """From the stage's settings `{"drafter": {...}, "name", "seed"}`."""
         return cls(name=settings["name"], seed=settings["seed"], **settings["drafter"])
 
-    def recipe(self, device: str) -> Recipe:
-        """How a step is computed on `device`."""
+    def recipe(self, device: str, runtime: Mapping[str, Any]) -> Recipe:
+        """How a step is computed on `device`; `runtime` may say `recompute` and `shard`, which move only the last bits of sums."""
         judge = objective(self.loss, self.kl_scale, self.kl_decay)
-        return Recipe(getattr(torch, self.precision), device, self.ttt_decay, self.clip, judge)
+        dtype, ways = getattr(torch, self.precision), (runtime.get("recompute", False), runtime.get("shard", False))
+        return Recipe(dtype, device, self.ttt_decay, self.clip, judge, *ways)

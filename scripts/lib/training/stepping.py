@@ -12,21 +12,26 @@ from torch import Tensor
 
 from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.loss import Teacher
-from scripts.lib.training.masters import Masters
+from scripts.lib.training.masters import DrafterWeights
 from scripts.lib.training.objectives import Objective
 
-Run = Sequence[TrainingRow]  # rows of one batch
+Run = Iterable[TrainingRow]  # rows of one batch, which may have to be waited for: gone through once, when the batch is made
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`dtype` of matrix products, the device, how draft steps and slots are weighed, and where gradients are clipped."""
+    """`dtype` of matrix products, the device, how draft steps and slots are weighed, and where gradients are clipped.
+
+    `recompute`: a draft step is computed again in the backward pass. `shard`: ranks share masters, gradients and optimizer.
+    """
 
     dtype: torch.dtype
     device: str
     decay: float
     clip: float
     objective: Objective
+    recompute: bool = False
+    shard: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,13 @@ class Drafts:
 class Stepper(Protocol):
     """Steps of one drafter on one device. Batches are its own kind; all have `remaining`, `final` and `argmax` of their slots."""
 
-    weights: Masters
     teacher: Teacher
     recipe: Recipe
+
+    @property
+    def weights(self) -> DrafterWeights:
+        """The drafter that is trained."""
+        ...
 
     def load(self, runs: Sequence[Run]) -> Iterator[Any]:
         """A batch on the device for each of `runs`, in order."""

@@ -18,9 +18,11 @@ from scripts.lib.training.batches import TrainingRow, pack
 from scripts.lib.training.checkpoints import State, restore, save_state
 from scripts.lib.training.curves import eval_columns
 from scripts.lib.training.evaluation import evaluate, spans_in_loops
+from scripts.lib.training.events import Events
+from scripts.lib.training.feed import Feed, own_batches
 from scripts.lib.training.flops import Work, work_of
 from scripts.lib.training.loss import Teacher
-from scripts.lib.training.memory import estimate
+from scripts.lib.training.memory import Load, Sizes, check_room, estimate
 from scripts.lib.training.packed import Capacity
 from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.schedule import PlannedStep, plan
@@ -34,7 +36,7 @@ GOAL = "eval_accept_length_all"
 
 def new_stepper(drafter: Drafter, teacher: Teacher, recipe: Recipe, capacity: Capacity) -> Stepper:
     """What computes steps on the recipe's device, in batches of up to `capacity`."""
-    if torch.device(recipe.device).type != "cuda":
+    if torch.device(recipe.device).type != "cuda" and not (recipe.shard or recipe.recompute):
         return RowStep(drafter, teacher, recipe)
     from scripts.lib.training.packed_step import PackedStep  # takes seconds to import, which a CPU need not wait for
 
@@ -58,54 +60,51 @@ class Trainer:
         self,
         drafter: Drafter,
         teacher: Teacher,
-        rows: tuple[tuple[TrainingRow, ...], tuple[TrainingRow, ...]],
+        rows: tuple[Feed, tuple[TrainingRow, ...]],
         settings: TrainSettings,
-        device: str,
+        recipe: Recipe,
     ) -> None:
         """`rows` to train on, and held-out ones."""
-        self.settings, (self.rows, self.heldout) = settings, rows
-        self.steps = plan(self.rows, settings, ranks.count())
+        self.settings, (self.feed, self.heldout) = settings, rows
+        self.steps = plan(self.feed.found, settings, ranks.count())
         limit = min(settings.micro_tokens, settings.batch_tokens)
         held = pack([len(row.slots) for row in self.heldout], range(len(self.heldout)), limit)
         self.held = ranks.mine(held)
         self.loops = [spans_in_loops(row) for row in self.heldout]
         planned = [self.rows_of(batch) for step in self.steps for batch in step.batches if batch]
         self.capacity = Capacity.of(*planned, *([self.heldout[index] for index in indices] for indices in held))
-        self.stepper = new_stepper(drafter, teacher, settings.recipe(device), self.capacity)
+        check_memory(drafter, settings, recipe, self.capacity, max(len(row.slots) for row in self.feed.found.rows))
+        self.stepper = new_stepper(drafter, teacher, recipe, self.capacity)
 
     def rows_of(self, indices: Sequence[int]) -> list[TrainingRow]:
-        """The train rows `indices`."""
-        return [self.rows[index] for index in indices]
-
-    def share(self, planned: PlannedStep) -> list[list[TrainingRow]]:
-        """The batches of this rank in one step."""
-        return [self.rows_of(batch) for batch in ranks.mine(planned.batches) if batch]
+        """The train rows `indices`, maybe without their states."""
+        return [self.feed.found.rows[index] for index in indices]
 
     def step(self, planned: PlannedStep, batches: Iterator[Any], work: Work) -> StepFigures:
         """One optimizer step on the next of `batches`."""
-        return self.stepper.train(islice(batches, len(self.share(planned))), work.counts, planned.learning_rate)
+        return self.stepper.train(islice(batches, len(own_batches(planned))), work.counts, planned.learning_rate)
 
     def evaluate(self) -> dict[str, Any]:
         """Figures on the held-out rows."""
         batches = self.stepper.load([[self.heldout[index] for index in indices] for indices in self.held])
         loops = [torch.cat([self.loops[index] for index in indices]) for indices in self.held]
-        return evaluate(self.stepper, zip(batches, loops, strict=True), self.settings.ttt_steps)
+        with self.stepper.weights.whole():
+            return evaluate(self.stepper, zip(batches, loops, strict=True), self.settings.ttt_steps)
 
     def run(self, folder: Path) -> State:
         """Train to the end from the last checkpoint in `folder`/partial, if there is one.
 
         The figures of a step are looked at when the next one is under way, so that a GPU never waits for this loop.
         """
-        masters, recipe = self.stepper.weights.masters, self.stepper.recipe
-        log.info("memory, estimated: %s", estimate(masters, self.capacity, self.settings.ttt_steps, recipe.dtype))
         state = self.resumed(folder)
         coming = self.steps[state.step :]
-        batches = self.stepper.load([rows for step in coming for rows in self.share(step)])
+        batches = self.feed.load(self.stepper, coming)
         tokens = [sum(len(row.slots) for batch in step.batches for row in self.rows_of(batch)) for step in self.steps]
+        events = Events(folder) if ranks.first() else None
         self.speed = Speed(Progress(folder, sum(tokens), "trained tokens", sum(tokens[: state.step])), self.stepper)
         sent: Sent | None = None
         for planned in coming:
-            rows = [row for batch in planned.batches for row in self.rows_of(batch)]
+            rows = self.feed.usable(planned)
             work = work_of(rows, planned.draft_steps)
             row = {"step": state.step + 1, "epoch": planned.epoch + 1, "learning_rate": planned.learning_rate}
             row |= {"draft_steps": planned.draft_steps, "trained_tokens": work.counts[0]}
@@ -115,16 +114,16 @@ class Trainer:
             state.step += 1
             stop = self.after_step(state, sent, folder)
             self.speed.add(work, note(state.curve))
+            if events:
+                events.write(state.curve)
             if stop:
                 break
         return state
 
     def resumed(self, folder: Path) -> State:
         """Where the checkpoint stands, or the start."""
-        weights = self.stepper.weights
-        state = State(weights.masters, weights.optimizer, 0, [])
+        state = State(self.stepper.weights, 0, [])
         restore(folder / "partial", state)
-        weights.publish()
         return state
 
     def after_step(self, state: State, sent: Sent, folder: Path) -> bool:
@@ -137,13 +136,19 @@ class Trainer:
         settle(sent)
         if evaluated:
             sent.row.update(eval_columns(self.evaluate()))
-            if ranks.first() and self.settings.keep_best and state.curve[best_of(state.curve)] is sent.row:
-                (folder / "best").mkdir(exist_ok=True)
-                save_drafter(self.stepper.weights.masters, folder / "best")
+            if self.settings.keep_best and state.curve[best_of(state.curve)] is sent.row:
+                self.save(folder / "best")
         stop = last or (evaluated and self.plateau(state.curve))
-        if due and not stop and ranks.first():
+        if due and not stop:
             save_state(folder / "partial", state)
         return stop
+
+    def save(self, folder: Path) -> None:
+        """Let the first rank write the drafter as it is to `folder`."""
+        drafter = self.stepper.weights.exported()
+        if ranks.first():
+            folder.mkdir(exist_ok=True)
+            save_drafter(drafter, folder)
 
     def plateau(self, curve: Sequence[dict[str, Any]]) -> bool:
         """Whether none of the last `patience` evaluations was better than the best one before them; 0 never stops."""
@@ -153,6 +158,20 @@ class Trainer:
         if stop:
             log.info("step %d: no better accept length in %d evaluations, stop", len(curve), patience)
         return stop
+
+
+def check_memory(drafter: Drafter, settings: TrainSettings, recipe: Recipe, capacity: Capacity, longest: int) -> None:
+    """Log what training will take; StageError when the GPU has less. `longest`: the most slots of a row."""
+    config = drafter.config
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    sizes = Sizes(config.hidden_size, config.intermediate_size, *heads, config.vocab_size, config.draft_vocab_size)
+    shards = ranks.count() if recipe.shard else 1
+    load = Load(capacity.slots, capacity.positions, settings.ttt_steps, recipe.dtype.itemsize, recipe.recompute, shards)
+    log.info("memory, estimated: %s", estimate(sizes, load))
+    device = torch.device(recipe.device)
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        check_room(sizes, load, room, settings.micro_tokens, longest)
 
 
 def settle(sent: Sent | None) -> None:

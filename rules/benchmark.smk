@@ -5,19 +5,20 @@ Inputs: results/<run>/{drafters,target,prepared,merged}/. Outputs: results/<run>
 
 
 rule benchmark:
-    """One cell: one task with one variant against the target alone, alternating."""
+    """One cell: one task with one variant against the target alone, alternating, so many requests at a time."""
     input:
         drafter=variant_drafter,
         target="results/{run}/target/manifest.json",
         prepared="results/{run}/prepared/{task}/manifest.json",
         merged="results/{run}/merged/manifest.json",
     output:
-        manifest=update("results/{run}/benchmark/{task}/{variant}/manifest.json"),
-        cell=update("results/{run}/benchmark/{task}/{variant}/cell.json"),
+        manifest=update("results/{run}/benchmark/{task}/{variant}/c{concurrency}/manifest.json"),
+        cell=update("results/{run}/benchmark/{task}/{variant}/c{concurrency}/cell.json"),
     log:
-        "results/{run}/logs/benchmark/{task}.{variant}.log",
+        "results/{run}/logs/benchmark/{task}.{variant}.c{concurrency}.log",
     benchmark:
-        "results/{run}/logs/benchmark/{task}.{variant}.benchmark.jsonl"
+        "results/{run}/logs/benchmark/{task}.{variant}.c{concurrency}.benchmark.jsonl"
+    priority: cell_priority
     conda:
         "../envs/aerie.yaml"
     threads: THREADS["benchmark"]
@@ -26,7 +27,7 @@ rule benchmark:
     params:
         **code("scripts/benchmark.py"),
         settings=cell_settings,
-        runtime=on_machine,
+        runtime=cell_machine,
     shell:
         r"""
         python -m scripts.benchmark \
@@ -44,7 +45,7 @@ rule benchmark:
 rule report:
     """Tables and plots of the whole run."""
     input:
-        cells=expand("results/{{run}}/benchmark/{task}/{variant}/manifest.json", task=TASKS, variant=VARIANTS),
+        cells=CELLS,
         target="results/{run}/target/manifest.json",
         raw=expand("results/{{run}}/raw/{dataset}/manifest.json", dataset=DATASETS),
         prepared=expand("results/{{run}}/prepared/{dataset}/manifest.json", dataset=DATASETS),

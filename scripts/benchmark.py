@@ -1,4 +1,4 @@
-"""Measure one benchmark cell: a task with a drafter against the target alone, at batch 1, and whether the answers are the same."""
+"""Measure one benchmark cell: a task with drafts against the target alone, and whether the answers are the same."""
 
 from scripts.lib.benchmark.build import benchmark
 from scripts.lib.ground.stage import stage_command

@@ -84,6 +84,7 @@ def cell_job(root: Path, inputs: Mapping[str, Sequence[Path]], dtype: str = "flo
         "task_name": "task",
         "variant_name": "chain2",
         "repeats": repeats,
+        "concurrency": 1,
         "seed": 7,
     }
-    return Job("benchmark", root / "benchmark/task/chain2", inputs, settings, {"device": "cpu", "threads": 1}, root / "work")
+    return Job("benchmark", root / "benchmark/task/chain2/c1", inputs, settings, {"device": "cpu", "threads": 1}, root / "work")

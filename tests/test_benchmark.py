@@ -5,9 +5,10 @@ import polars as pl
 import pytest
 
 from scripts.lib.benchmark import measure as measure_module
+from scripts.lib.benchmark.answers import Answer, Measured, Pair
 from scripts.lib.benchmark.build import benchmark
 from scripts.lib.benchmark.cell import cell_figures, notes
-from scripts.lib.benchmark.measure import Answer, Bench, Pair
+from scripts.lib.benchmark.measure import Bench
 from scripts.lib.benchmark.prompts import first_turn
 from scripts.lib.benchmark.settings import Settings
 from scripts.lib.chat.messages import Message, to_rows
@@ -15,7 +16,8 @@ from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import run
-from scripts.lib.speculation.lossless import Verdict
+from scripts.lib.speculation.figures import histogram
+from scripts.lib.speculation.verdict import Verdict
 from tests.cell_parts import cell_job, prompt_row, write_cell_inputs, write_mix, write_task
 
 SETTINGS = Settings("mtbench", "chain4", "eagle3", draft_steps=4, dtype="float32", max_tokens=64, repeats=1)
@@ -101,7 +103,7 @@ def test_a_task_that_is_all_training_data_stops_the_stage(tmp_path, inputs):
 def test_a_resumed_cell_does_not_measure_again(tmp_path, inputs, monkeypatch):
     job = cell_job(tmp_path, inputs, max_tokens=3)
     calls = []
-    measured = Bench.pair
+    measured = Bench.pairs
 
     def killed(self, prompt, chain_first):
         if len(calls) == 3:
@@ -109,7 +111,7 @@ def test_a_resumed_cell_does_not_measure_again(tmp_path, inputs, monkeypatch):
         calls.append(prompt.id)
         return measured(self, prompt, chain_first)
 
-    monkeypatch.setattr(measure_module.Bench, "pair", killed)
+    monkeypatch.setattr(measure_module.Bench, "pairs", killed)
     with pytest.raises(KeyboardInterrupt):
         run(job, benchmark)
     assert calls == ["row0", "row0", "row1"]
@@ -121,13 +123,13 @@ def test_a_resumed_cell_does_not_measure_again(tmp_path, inputs, monkeypatch):
 
 def test_the_two_ways_take_turns(tmp_path, inputs, monkeypatch):
     order = []
-    measured = Bench.pair
+    measured = Bench.pairs
 
     def watched(self, prompt, chain_first):
         order.append((prompt.id, chain_first))
         return measured(self, prompt, chain_first)
 
-    monkeypatch.setattr(measure_module.Bench, "pair", watched)
+    monkeypatch.setattr(measure_module.Bench, "pairs", watched)
     run(cell_job(tmp_path, inputs, repeats=2, max_tokens=2), benchmark)
     assert [first for _, first in order[1:]] == [False, True, False, True, True, False, True, False]
     assert [id_ for id_, _ in order[1:5]] == [id_ for id_, _ in order[5:]] == ["row0", "row1", "row2", "row3"]
@@ -135,11 +137,16 @@ def test_the_two_ways_take_turns(tmp_path, inputs, monkeypatch):
 
 def pair(ids=(5,) * 11, accepted=(1,) * 5, plain_seconds=1.0, seconds=1.25, verdict=None):
     plain = Answer(tuple(ids), 0.2, plain_seconds)
-    return Pair("x", plain, Answer(tuple(ids), 0.3, seconds, tuple(accepted)), verdict or Verdict("identical"))
+    chain = Answer(tuple(ids), 0.3, seconds, len(accepted), sum(accepted), tuple(histogram(accepted, 4)))
+    return Pair("x", plain, chain, verdict or Verdict("identical"))
+
+
+def figures(*passes, settings=SETTINGS):
+    return cell_figures(settings, Measured(passes))
 
 
 def test_speed_is_tokens_after_the_first_over_decode_seconds():
-    cell = cell_figures(SETTINGS, [[pair(), pair()]])
+    cell = figures([pair(), pair()])
     assert (cell["baseline_tok_s"], cell["tok_s"], cell["speedup"]) == (10.0, 8.0, 0.8)
     assert (cell["accept_length"], cell["break_even_accept_length"]) == (2.0, 2.5)
     assert (cell["baseline_prefill_seconds"], cell["prefill_seconds"]) == (0.2, 0.3)
@@ -148,25 +155,42 @@ def test_speed_is_tokens_after_the_first_over_decode_seconds():
 
 def test_an_idle_drafter_is_flagged():
     """A wiring error shows as an accept length of exactly 1.00 without any other sign (sgl-project/sglang pull 21272)."""
-    cell = cell_figures(SETTINGS, [[pair(accepted=(0,) * 10, seconds=2.0)]])
+    cell = figures([pair(accepted=(0,) * 10, seconds=2.0)])
     assert cell["accept_length"] == 1.0
     assert "the drafter does nothing" in notes(cell)[0]
-    assert not any("nothing" in note for note in notes(cell_figures(SETTINGS, [[pair(accepted=(1, 0) * 5)]])))
+    assert not any("nothing" in note for note in notes(figures([pair(accepted=(1, 0) * 5)])))
 
 
 def test_a_cell_without_verify_steps_has_no_accept_length():
-    cell = cell_figures(SETTINGS, [[pair(ids=(2,), accepted=(), plain_seconds=0.0, seconds=0.0)]])
+    cell = figures([pair(ids=(2,), accepted=(), plain_seconds=0.0, seconds=0.0)])
     assert (cell["accept_length"], cell["speedup"], cell["tok_s"], cell["break_even_accept_length"]) == (None, None, None, None)
     assert notes(cell) == ["no verify step: every answer ended with its first token"]
 
 
 def test_outputs_that_differ_are_counted_and_loud():
     verdicts = [Verdict("different", 2, 3.0, 0.5), Verdict("near_tie", 4, 0.1, 0.5), Verdict("identical")]
-    cell = cell_figures(SETTINGS, [[pair(verdict=verdict) for verdict in verdicts]])
+    cell = figures([pair(verdict=verdict) for verdict in verdicts])
     assert (cell["identical"], cell["near_tie"], cell["different"]) == (1, 1, 1)
     assert notes(cell)[0].startswith("NOT LOSSLESS: 1 of 3 outputs")
 
 
 def test_repeats_that_differ_are_noted():
     slow = [replace(pair(), plain=replace(pair().plain, decode_seconds=2.0))]
-    assert any("repeats differ by 50%" in note for note in notes(cell_figures(SETTINGS, [[pair()], slow])))
+    assert any("repeats differ by 50%" in note for note in notes(figures([pair()], slow)))
+
+
+def test_both_turns_are_measured_where_the_task_says_so(tmp_path, inputs):
+    rows = [prompt_row(0), prompt_row(1, ["What is red?", "And blue?"])]
+    job = cell_job(tmp_path, inputs | {"prepared": (write_task(tmp_path / "task", rows),)}, max_tokens=4)
+    run(replace(job, settings=job.settings | {"task": {"max_tokens": 4, "turns": "all"}}), benchmark)
+    outputs, cell = pl.read_parquet(job.output / "outputs.parquet"), read_cell(job)
+    assert outputs.select("id", "turn").rows() == [("row0", 0), ("row1", 0), ("row1", 1)]
+    assert (cell["prompts"], cell["conversations"], cell["identical"], cell["turns"]) == (3, 2, 3, "all")
+
+
+def test_a_later_turn_stands_on_the_answers_of_its_own_way(inputs):
+    template = ChatTemplate.load(inputs["target"][0].parent)
+    prompt = first_turn(prompt_row(1, ["What is red?", "And blue?"]), template)
+    said = template.tokenize("A colour.<|im_end|>")
+    turns = [Message("user", "What is red?"), Message("assistant", "A colour."), Message("user", "And blue?")]
+    assert prompt.ids_after([said], template) == template.prompt_ids(turns)

@@ -7,7 +7,8 @@ from scripts.lib.engines.transformers_engine import forward_states, load_target
 from scripts.lib.speculation.decoding import PlainRun, decode_chain, decode_plain, matches
 from scripts.lib.speculation.figures import accept_length, histogram, tokens_per_second
 from scripts.lib.speculation.limits import Limits
-from scripts.lib.speculation.lossless import compare, first_difference, noise
+from scripts.lib.speculation.lossless import compare
+from scripts.lib.speculation.verdict import first_difference, noise
 from tests.scripted_drafter import BOUNDARIES, ScriptedDrafter, random_drafter
 from tests.tiny import save_tiny_target
 
@@ -174,7 +175,7 @@ def test_an_answer_that_goes_on_or_stops_early_differs():
 
 
 def test_noise_grows_with_the_logit_in_half_precision_alone():
-    assert noise(torch.bfloat16, 20.0) == 0.5
-    assert noise(torch.bfloat16, 40.0) == 1.0
-    assert noise(torch.float16, 20.0) == 0.0625
-    assert noise(torch.float32, 40.0) == noise(torch.float32, 1.0)
+    assert noise("bfloat16", 20.0) == 0.5
+    assert noise("bfloat16", 40.0) == 1.0
+    assert noise("float16", 20.0) == 0.0625
+    assert noise("float32", 40.0) == noise("float32", 1.0)

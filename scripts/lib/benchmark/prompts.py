@@ -1,25 +1,45 @@
 """The prompts of a task, without those that the drafter was trained on."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from scripts.lib.chat.messages import answerable, from_rows
+from scripts.lib.chat.messages import Message, answerable, from_rows
 from scripts.lib.chat.template import ChatTemplate
+from scripts.lib.generation.conversation import spoken
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import checked_shard, read_manifest
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target sees before its first answer. `more_turns` says that the task goes on after it."""
+    """One conversation of a task: `ids` is what the target sees before its first answer, `places` where in `messages` answers belong."""
 
     id: str
     ids: tuple[int, ...]
-    more_turns: bool
+    messages: tuple[Message, ...]
+    places: tuple[int, ...]
+    tools: str | None = None
+
+    @property
+    def more_turns(self) -> bool:
+        """Whether the task goes on after the first answer."""
+        return len(self.places) > 1
+
+    def turns(self, which: str) -> range:
+        """The turns to measure, `which` being first or all."""
+        return range(1 if which == "first" else len(self.places))
+
+    def ids_after(self, answers: Sequence[Sequence[int]], template: ChatTemplate) -> list[int]:
+        """What the target sees before its next answer, when its own `answers` (ids) so far stand in their places."""
+        if not answers:
+            return list(self.ids)
+        written = {place: spoken(ids, template) for place, ids in zip(self.places, answers, strict=False)}
+        history = self.messages[: self.places[len(answers)]]
+        return template.prompt_ids([written.get(place, message) for place, message in enumerate(history)], self.tools)
 
 
 @dataclass(frozen=True)
@@ -65,11 +85,11 @@ def read_prompts(prepared: Path, merged: Path, template: ChatTemplate) -> Prompt
 def first_turn(row: Mapping[str, Any], template: ChatTemplate) -> Prompt | None:
     """The prompt of the answer to the first user turn; None when no user asks anything."""
     messages = from_rows(row["messages"])
-    answers = list(answerable(messages))
-    if not answers:
+    places = tuple(answerable(messages))
+    if not places:
         return None
-    ids = template.prompt_ids(messages[: answers[0]], row["tools"])
-    return Prompt(row["id"], tuple(ids), len(answers) > 1)
+    ids = template.prompt_ids(messages[: places[0]], row["tools"])
+    return Prompt(row["id"], tuple(ids), messages, places, row["tools"])
 
 
 def prepared_rows(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -34,8 +34,14 @@ class CachedTarget:
         return forward_states(self.model, self._ids(tokens), self.cache, boundaries)
 
     def choices(self, final: Tensor) -> list[int]:
-        """The greedy next token after each of the states `final` [N, H]."""
-        return self.model.lm_head(final).argmax(-1).tolist()
+        """The greedy next token after each of the states `final` [N, H].
+
+        A CPU multiplies a few float32 states twice as fast when the head stands on the left; one state gives the same either way.
+        """
+        head = self.model.lm_head
+        if final.dtype == torch.float32 and head.bias is None:
+            return torch.mm(head.weight, final.T).argmax(0).tolist()
+        return head(final).argmax(-1).tolist()
 
     def crop(self, length: int) -> None:
         """Forget every token from `length` on."""

@@ -1,0 +1,71 @@
+"""The walk over answers against chain decoding itself: both must accept the same drafts."""
+
+import random
+
+import pytest
+import torch
+
+from scripts.lib.benchmark import simulated
+from scripts.lib.benchmark.simulated import simulated_accept_length
+from scripts.lib.eagle3.closed_form import Sample, closed_form_start
+from scripts.lib.eagle3.export import load_drafter, save_drafter
+from scripts.lib.eagle3.initial import initialise, warm_start
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
+from scripts.lib.eagle3.target import TargetWeights
+from scripts.lib.engines.transformers_engine import forward_states, load_target
+from scripts.lib.speculation.decoding import decode_chain, decode_plain
+from scripts.lib.speculation.figures import accept_length
+from scripts.lib.speculation.limits import Limits
+from tests.scripted_drafter import BOUNDARIES
+from tests.tiny import save_tiny_target
+
+PROMPTS = [[1, *random.Random(number).choices(range(3, 250), k=3 + number % 9)] for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """A tiny target, a drafter that guesses some of its tokens, and the target's answers, of several lengths and ends."""
+    folder = tmp_path_factory.mktemp("simulated")
+    target, drafter = save_tiny_target(folder / "target"), folder / "drafter"
+    drafter.mkdir()
+    model = load_target(target, torch.float32, "cpu")
+    limits = [Limits(frozenset({2, 60, 61, 62, 63, 64}), 6 + 5 * (number % 7)) for number in range(len(PROMPTS))]
+    answers = [decode_plain(model, prompt, limit).output_ids for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    save_drafter(half_right(TargetWeights(target), [*zip(PROMPTS, answers, strict=True)], model), drafter)
+    return model, target, drafter, limits, answers
+
+
+def half_right(weights, rows, model):
+    """A drafter fitted in closed form on the very answers, so that it is right often and not always."""
+    kept = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    kept[sorted({token for _, answer in rows for token in answer} | set(range(0, 272, 2)))] = True
+    ids = kept.nonzero().flatten()
+    drafter = Drafter(DrafterConfig.from_target(weights.config, len(ids), BOUNDARIES), ids - torch.arange(len(ids)), kept).float()
+    initialise(drafter, 0)
+    warm_start(drafter, weights)
+    samples = []
+    for prompt, answer in rows:
+        tokens = torch.tensor([*prompt, *answer])
+        final, aux = forward_states(model, tokens[None], None, BOUNDARIES)
+        samples.append(Sample(aux[:-1], tokens[1:], final[1:]))
+    closed_form_start(drafter, weights.embedding(), samples)
+    return drafter
+
+
+@pytest.mark.parametrize(("draft_steps", "pass_tokens"), [(1, 16384), (3, 16384), (5, 40)])
+def test_the_walk_accepts_what_chain_decoding_accepts(case, monkeypatch, draft_steps, pass_tokens):
+    model, target, folder, limits, answers = case
+    monkeypatch.setattr(simulated, "PASS_TOKENS", pass_tokens)
+    drafter = load_drafter(folder, torch.float32, "cpu")
+    runs = [decode_chain(model, drafter, draft_steps, prompt, limit) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    assert [run.output_ids for run in runs] == answers
+    served = accept_length([drafts for run in runs for drafts in run.accepted])
+    assert 1.1 < served < draft_steps + 1
+    rows = list(zip(PROMPTS, answers, strict=True))
+    assert simulated_accept_length(target, folder, rows, draft_steps, "cpu") == pytest.approx(served, abs=1e-9)
+
+
+def test_answers_of_one_token_have_no_verify_step(case):
+    _, target, folder, _, answers = case
+    assert simulated_accept_length(target, folder, [(PROMPTS[0], answers[0][:1])], 3, "cpu") is None
+    assert simulated_accept_length(target, folder, [], 3, "cpu") is None

@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--prepared", type=Path, nargs="+", required=True, help="manifests of the datasets' prepared rows")
     parser.add_argument("--target", type=Path, required=True, help="manifest of the target")
     parser.add_argument("--output", type=Path, required=True, help="page to write")
-    parser.add_argument("--settings", type=json.loads, required=True, help="run, generate, encode and hidden of the config as JSON")
+    parser.add_argument("--settings", type=json.loads, required=True, help="the sections of the config that the page is about, as JSON")
     arguments = parser.parse_args()
     guarded("plan", lambda: plan(arguments))
 

@@ -64,7 +64,8 @@ def publish_cell(root: Path, content: Mapping[str, Any]) -> Path:
     """A benchmark cell."""
     files = {"cell.json": json.dumps(content), "outputs.parquet": "x"}
     prompts = content["prompts"]
-    return publish(root / "benchmark" / content["task"] / content["variant"], "benchmark", Counts(prompts, prompts), files=files)
+    folder = root / "benchmark" / content["task"] / content["variant"] / f"c{content['concurrency']}"
+    return publish(folder, "benchmark", Counts(prompts, prompts), files=files)
 
 
 def prepared(kind: str) -> dict[str, str]:

@@ -12,14 +12,19 @@ from scripts.lib.formats.tables import ROWS
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.reporting.forecast import Estimate, Limits, forecast, row_sizes
 from scripts.lib.reporting.planning import plan_page
+from scripts.lib.reporting.table import size
 from scripts.lib.states.storing import Storing
 
 SETTINGS = {
     "run": "r",
     "generate": {"turns": "all", "max_tokens": {"short": 50, "long": 100}},
     "encode": {"max_length": 1000},
-    "hidden": {"stored": "bfloat16", "compression": "none", "max_bytes": None},
+    "hidden": {"stored": "bfloat16", "compression": "none", "max_bytes": None, "mode": "dumped", "tokens_per_shard": 100},
+    "drafters": {"small": {"batch_tokens": 4096, "micro_tokens": 1024, "ttt_steps": 4, "precision": "bfloat16"}},
+    "vocab": {"size": 100},
+    "runtime": {"device": "cuda", "ranks": 2, "shard": True},
 }
+TARGET = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
 
 
 def turn(role, content=None):
@@ -48,6 +53,7 @@ def run(tmp_path):
     ]
     target = tmp_path / "target"
     target.mkdir()
+    (target / "config.json").write_text(json.dumps(TARGET))
     Manifest("target", {}, {}, Counts(0, 0), (), {"hidden_size": 8}).write(target)
     return prepared, target / "manifest.json"
 
@@ -81,6 +87,23 @@ def test_bytes_are_six_and_two_of_each_hidden_unit(run):
     assert "**They do not fit**" in page
     assert "They fit if answers are as long as expected" in plan_page(*run, SETTINGS, free=9000)
     assert "They fit, even at most." in plan_page(*run, SETTINGS, free=20_000)
+
+
+def test_states_that_come_and_go_need_room_for_two_shards(run):
+    rolling = {**SETTINGS, "hidden": {**SETTINGS["hidden"], "mode": "rolling"}}  # a shard: 8 * (6 * 100 + 2 * 67) bytes
+    assert "**They do not fit**, although they come and go: two shards of 100 tokens are" in plan_page(*run, rolling, free=11_000)
+    small = {**rolling, "hidden": {**rolling["hidden"], "tokens_per_shard": 20}}
+    assert "About 4 of them are there at a time" in plan_page(*run, small, free=5_000)
+    assert "All of them fit, and are dumped once." in plan_page(*run, rolling, free=12_000)
+
+
+def test_memory_of_training_is_that_of_a_batch_and_a_share_of_the_weights(run):
+    page = plan_page(*run, SETTINGS, free=20_000)
+    weights = 3 * 8 * 8 + 2 * 8 * 2 * (4 + 2 + 2) + 8 * 8 + 3 * 8 * 16 + 8 * 100
+    cells = line(page, "small")
+    assert cells[:3] == ["small", f"{weights:,}", "1,024"]
+    assert cells[3] == size(16 * weights / 2), "two ranks share masters, gradients and moments"
+    assert cells[5] == size((300 + 100) * 8 * 2)
 
 
 def test_a_row_is_never_longer_than_max_length(run, tmp_path):

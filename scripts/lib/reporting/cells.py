@@ -1,100 +1,180 @@
-"""Benchmark cells as rows of one table."""
+"""Benchmark cells, and the rows of the target alone that were measured beside them."""
 
-import csv
-import io
 import json
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+from scripts.lib.benchmark.flags import not_speculative
 from scripts.lib.ground.manifest import checked_shard
 from scripts.lib.reporting.published import Published
-from scripts.lib.reporting.table import Table, number
 
-COLUMNS = {
-    "task": "what is asked",
-    "variant": "drafter, chain length and arithmetic, as the config names them together",
-    "drafter": "the trained drafter that the variant uses",
-    "concurrency": "requests at a time",
-    "baseline_tok_s": "tokens a second of the target alone",
-    "tok_s": "tokens a second with the drafter",
-    "speedup": "tok_s / baseline_tok_s; above 1 the drafter pays",
-    "accept_length": "tokens a verify step writes on average: 1 + accepted drafts / verify steps, so the bonus token counts and "
-    "the prefill's token does not; without the bonus token it is 1 less",
-    "ceiling": "the highest possible accept length: draft steps + 1",
-    "break_even_accept_length": "accept_length / speedup: the accept length from which on this variant pays on this machine",
-    "identical": "prompts whose output equals the target's own, token by token",
-    "near_tie": "prompts whose output first differs where the target's two candidates lie within the noise of the arithmetic",
-    "prompts": "prompts measured",
-    "completion_tokens": "tokens written with the drafter, in one pass",
-    "notes": "what else to know",
+Cell = Mapping[str, Any]
+
+BASELINE = "baseline"
+# What an engine may not know. A figure that nobody measured stays None: no default of it may look measured.
+UNKNOWN: Mapping[str, Any] = {
+    "engine": "transformers",
+    "algorithm": "EAGLE3",
+    "draft_steps": None,
+    "topk": 1,
+    "draft_tokens": None,
+    "cuda_graphs": None,
+    "attention_backend": None,
+    "flags": (),
+    "speedup_interval": None,
+    "ttft_seconds": None,
+    "baseline_ttft_seconds": None,
+    "itl_seconds": None,
+    "baseline_itl_seconds": None,
+    "verify_steps": None,
+    "accepted_histogram": None,
+    "cycle_seconds": None,
+    "baseline_step_seconds": None,
+    "baseline_completion_tokens": None,
+    "simulated_accept_length": None,
+    "server": None,
+    "server_packages": (),
+    "findings": (),
+    "uncompared": None,
 }
-DIGITS = {"baseline_tok_s": 2, "tok_s": 2, "speedup": 3, "accept_length": 3, "break_even_accept_length": 3}
-WORDS = ("task", "variant", "drafter", "notes")
-MEASURED = (
-    "One request at a time, greedy (temperature 0), target and drafter in the same process, threads and arithmetic.",
-    "Each prompt is answered by both ways, one after the other; which goes first alternates from prompt to prompt. "
-    "One warm-up answer is not counted, and no prompt comes twice in a pass.",
-    "Speed is the number of tokens after the first of each answer over the seconds after it: prefill (reading the prompt, by the "
-    "drafter too) is timed apart and stands in each cell.json.",
-    "Of tasks with several turns, the first is measured. Prompts that occur in the training data are left out.",
-    "An answer ends at the target's end-of-turn token or at max_tokens; drafts behind the end are neither written nor counted.",
-)
 
 
-def read_cells(parts: Sequence[Published]) -> list[dict[str, Any]]:
-    """The cells of published folders, by task and variant; every file must be as its manifest says."""
+@dataclass(frozen=True)
+class Ground:
+    """What a drafter and the target alone have in common in a cell: the machine, the engine and how it runs, speculation apart."""
+
+    machine: str
+    engine: str
+    dtype: str
+    cuda_graphs: bool | None
+    attention_backend: str | None
+    flags: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cell: Cell) -> "Ground":
+        """The ground of a cell."""
+        hardware = cell["machine"]["gpu"] or f"{cell['machine']['cpu']}, {cell['machine']['threads']} threads"
+        return cls(
+            hardware, cell["engine"], cell["dtype"], cell["cuda_graphs"], cell["attention_backend"], tuple(not_speculative(cell["flags"]))
+        )
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Every part that has something to say, in words."""
+        graphs = "without CUDA graphs" if self.cuda_graphs is False else ""
+        attention = f"{self.attention_backend} attention" if self.attention_backend else ""
+        return tuple(part for part in (self.machine, self.engine, self.dtype, graphs, attention, " ".join(self.flags)) if part)
+
+
+def read_cells(parts: Sequence[Published]) -> list[Cell]:
+    """The cells of published folders, in the order of the table; every file must be as its manifest says."""
     cells = []
     for part in parts:
         (shard,) = (shard for shard in part.manifest.shards if shard.name == "cell.json")
-        cells.append(json.loads(checked_shard(part.folder, shard).read_text()))
-    return sorted(cells, key=lambda cell: (cell["task"], cell["variant"]))
+        cells.append(with_unknown(json.loads(checked_shard(part.folder, shard).read_text())))
+    return sorted(cells, key=place)
 
 
-def csv_text(cells: Sequence[Mapping[str, Any]]) -> str:
-    """`benchmark.csv`. A missing figure is an empty field."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+def with_unknown(cell: Cell) -> Cell:
+    """A cell with every key of UNKNOWN. A chain's steps are its ceiling less one, and it checks one token more than it drafts."""
+    full = {**UNKNOWN, **cell}
+    if full["draft_steps"] is None and full["algorithm"] != "NGRAM" and full["ceiling"] is not None:
+        full["draft_steps"] = full["ceiling"] - 1
+    if full["draft_tokens"] is None and full["draft_steps"] is not None and full["topk"] == 1:
+        full["draft_tokens"] = full["draft_steps"] + 1
+    return full
+
+
+def place(cell: Cell) -> tuple[Any, ...]:
+    """Where a row stands: by task and concurrency, the target alone first."""
+    return cell["task"], cell["concurrency"], not is_baseline(cell), cell["variant"]
+
+
+def is_baseline(row: Cell) -> bool:
+    """Is a row of the table the target alone?"""
+    return row["algorithm"] is None
+
+
+def with_baselines(cells: Sequence[Cell]) -> list[Cell]:
+    """The rows of the table: the cells, and for every task, concurrency and ground the target alone as it was measured beside them."""
+    groups: dict[tuple[str, int, Ground], list[Cell]] = {}
     for cell in cells:
-        rounded = {name: round(cell[name], digits) for name, digits in DIGITS.items() if cell[name] is not None}
-        writer.writerow([(dict(cell) | rounded | {"notes": "; ".join(cell["notes"])})[name] for name in COLUMNS])
-    return text.getvalue()
+        groups.setdefault((cell["task"], cell["concurrency"], Ground.of(cell)), []).append(cell)
+    names = ground_names({ground for _, _, ground in groups})
+    baselines = [baseline_row(group, names[ground]) for (_, _, ground), group in groups.items()]
+    return sorted([*cells, *baselines], key=place)
 
 
-def cell_table(cells: Sequence[Mapping[str, Any]], columns: Sequence[str] = tuple(COLUMNS)) -> Table:
-    """The same rows for people, in the given columns."""
-    rows = [[shown(cell, name) for name in columns] for cell in cells]
-    return Table([name.replace("_tok_s", " tok/s").replace("tok_s", "tok/s").replace("_", " ") for name in columns], rows, WORDS)
+def ground_names(grounds: set[Ground]) -> dict[Ground, str]:
+    """What tells each ground from the others in words, empty for a run's only one."""
+    shared = set.intersection(*(set(ground.words) for ground in grounds)) if grounds else set()
+    return {ground: ", ".join(word for word in ground.words if word not in shared) for ground in grounds}
 
 
-def shown(cell: Mapping[str, Any], name: str) -> str:
-    """Field `name` of a cell as text."""
-    value = cell[name]
-    if name == "notes":
-        return "; ".join(value)
-    return value if name in WORDS else number(value, DIGITS.get(name, 0))
+def baseline_row(group: Sequence[Cell], name: str) -> Cell:
+    """The target alone over the cells of one task, concurrency and ground. Speed is that of all their tokens together."""
+    largest = max(group, key=lambda cell: (cell["prompts"], cell["variant"]))
+    speed = pooled_speed(group)
+    speeds = [cell["baseline_tok_s"] for cell in group if cell["baseline_tok_s"] is not None]
+    notes = [f"measured beside {len(group)} variants: {min(speeds):,.1f} to {max(speeds):,.1f} tok/s"] if len(speeds) > 1 else []
+    alone = {
+        "variant": f"{BASELINE} {name}" if name else BASELINE,
+        "drafter": "",
+        "algorithm": None,
+        "baseline_tok_s": speed,
+        "tok_s": speed,
+        "speedup": None if speed is None else 1.0,
+        "completion_tokens": largest["baseline_completion_tokens"],
+        "ttft_seconds": pooled_latency(group, "baseline_ttft_seconds"),
+        "itl_seconds": pooled_latency(group, "baseline_itl_seconds"),
+        "baseline_step_seconds": middle(cell["baseline_step_seconds"] for cell in group),
+        "notes": notes,
+    }
+    kept = ("task", "concurrency", "engine", "dtype", "cuda_graphs", "attention_backend", "prompts", "machine", "versions")
+    flags = list(not_speculative(largest["flags"]))
+    return dict.fromkeys(largest) | dict(UNKNOWN) | {key: largest[key] for key in kept} | {"topk": None, "flags": flags} | alone
 
 
-def lossless_summary(cells: Sequence[Mapping[str, Any]]) -> str:
-    """In words: do the outputs equal the target's own?"""
-    parts = []
-    for dtype in sorted({cell["dtype"] for cell in cells}):
-        group = [cell for cell in cells if cell["dtype"] == dtype]
-        identical, ties, different, prompts = (
-            sum(cell[name] for cell in group) for name in ("identical", "near_tie", "different", "prompts")
-        )
-        text = f"{dtype}: {identical} of {prompts} outputs identical, {ties} first differ at a near tie"
-        parts.append(f"{text}, {different} DIFFER ELSEWHERE." if different else f"{text}, none elsewhere.")
-    return " ".join(parts)
+def pooled_speed(group: Sequence[Cell]) -> float | None:
+    """Tokens of the target alone over its seconds in all cells; a cell whose tokens are unknown counts like the others."""
+    known = [(cell["baseline_completion_tokens"] or 1, cell["baseline_tok_s"]) for cell in group if cell["baseline_tok_s"] is not None]
+    return sum(tokens for tokens, _ in known) / sum(tokens / speed for tokens, speed in known) if known else None
 
 
-def machines(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each machine that cells were measured on, once, with the versions."""
+def pooled_latency(group: Sequence[Cell], key: str) -> dict[str, float] | None:
+    """The median over cells of each figure of a latency."""
+    known = [cell[key] for cell in group if cell[key]]
+    return {name: median(latency[name] for latency in known) for name in known[0]} if known else None
+
+
+def middle(values: Any) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def machines(cells: Sequence[Cell]) -> list[str]:
+    """Each machine that cells were measured on, once, with the versions here and, where there is one, in the server."""
     lines = set()
     for cell in cells:
-        machine, versions = cell["machine"], cell["versions"]
+        machine = cell["machine"]
         hardware = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
-        lines.add(
-            f"{hardware}, device {machine['device']}; " + ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-        )
+        driver = f", driver {machine['driver']}" if machine.get("driver") else ""
+        server = f"; server: {listed(cell['server_packages'])}" if cell["server_packages"] else ""
+        lines.add(f"{hardware}{driver}, device {machine['device']}; {listed(cell['versions'])}{server}")
     return sorted(lines)
+
+
+def listed(versions: Mapping[str, str | None]) -> str:
+    """Packages with their versions, by name."""
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if version)
+
+
+def servers(cells: Sequence[Cell]) -> list[str]:
+    """The command of each server that cells were measured on, with drafts and without, once."""
+    kinds = ("command", "baseline_command")
+    commands = {shlex.join(cell["server"][kind]) for cell in cells for kind in kinds if cell["server"] and cell["server"].get(kind)}
+    return sorted(commands)

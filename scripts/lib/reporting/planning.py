@@ -1,14 +1,19 @@
 """The plan of a run before its first answer: which rows, how many tokens, how many bytes, and whether they fit."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Manifest, read_manifest
 from scripts.lib.reporting.forecast import Estimate, Forecast, Limits, forecast
 from scripts.lib.reporting.sampling import kept_by_kind, reasons_table, rows_table
+from scripts.lib.reporting.scaling_page import expectation_table
+from scripts.lib.reporting.scaling_study import read_growths
 from scripts.lib.reporting.table import Table, number, size
+from scripts.lib.reporting.training_memory import memory_section
 from scripts.lib.states.storing import Storing, every_storing
 
 
@@ -39,9 +44,28 @@ def plan_page(prepared: Sequence[Path], target: Path, settings: Mapping[str, Any
         f"Stored as {storing}: {number(storing.token_bytes(hidden_size))} bytes a token and "
         f"{number(storing.teacher_bytes(hidden_size))} more a trained token, H = {number(hidden_size)}.",
         state_table(total, hidden_size, storing, room).markdown(),
-        verdict(total, hidden_size, storing, room),
+        rolling_verdict(total.expected, hidden_size, hidden, room)
+        if hidden["mode"] == "rolling"
+        else verdict(total, hidden_size, storing, room),
+        *memory_section(target, settings, total.expected.trained / total.expected.tokens),
+        *expectations(settings.get("scaling"), total.expected.trained),
     ]
     return "\n".join(f"{part.rstrip()}\n" for part in parts)
+
+
+def expectations(study: str | None, tokens: float) -> list[str]:
+    """What accept length the scaling study at `study` lets `tokens` trained tokens expect; StageError when it is not there."""
+    if study is None:
+        return []
+    try:
+        growths = read_growths(json.loads(Path(study).read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StageError(f"runtime.scaling: {study} is no scaling study ({error}); name report/scaling.json of a finished run") from error
+    return [
+        "## Accept length to expect",
+        f"By the drafters of `{study}`, for {number(tokens)} trained tokens (expected) and the data, target and recipe of that run.",
+        expectation_table(growths, tokens).markdown(),
+    ]
 
 
 def forecast_of(path: Path, manifest: Manifest, settings: Mapping[str, Any]) -> Forecast:
@@ -88,6 +112,23 @@ def verdict(total: Forecast, hidden_size: int, storing: Storing, room: int) -> s
         f"**They do not fit**:{stored} lower `samples`, `generate.max_tokens` or `encode.max_length`, or give results/ a larger disk "
         "and `hidden.max_bytes` a larger value."
     )
+
+
+def rolling_verdict(expected: Estimate, hidden_size: int, hidden: Mapping[str, Any], room: int) -> str:
+    """In words: is there room for shards that come and go? Two must be there at a time: one is trained on while the next is dumped."""
+    storing, tokens = Storing(hidden["stored"], hidden["compression"]), hidden["tokens_per_shard"]
+    shard = storing.state_bytes(tokens, tokens * expected.trained / expected.tokens, hidden_size)
+    if 2 * shard > room:
+        return (
+            f"**They do not fit**, although they come and go: two shards of {number(tokens)} tokens are {size(2 * shard)}. Lower "
+            "`hidden.tokens_per_shard`, or give results/ a larger disk and `hidden.max_bytes` a larger value."
+        )
+    again = (
+        "All of them fit, and are dumped once."
+        if expected.state_bytes(hidden_size, storing) <= room
+        else (f"About {number(int(room / shard))} of them are there at a time; what does not fit is dumped again in each epoch.")
+    )
+    return f"They come and go while a drafter is trained, in shards of {size(shard)}. {again}"
 
 
 def free_bytes(folder: Path) -> int:

@@ -40,7 +40,7 @@ class Published:
         """The folder of the manifest at `path`, given under `flag`. StageError when manifest or cost file cannot be read."""
         name = "" if flag in ONE_A_RUN else path.parent.name
         if flag == "cells":
-            name = f"{path.parent.parent.name}/{path.parent.name}"
+            name = "/".join(path.parts[-4:-1])  # task, variant, concurrency
         manifest = read_manifest(path, STAGES[flag])
         cost = path.with_name("cost.json")
         try:

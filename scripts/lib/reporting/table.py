@@ -37,16 +37,25 @@ class Table:
         lines = [self.header, rule, *([cell.replace("|", "\\|") for cell in row] for row in self.rows)]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
-    def html(self, hints: Sequence[str] = ()) -> str:
-        """The table as HTML. With `hints`, which explain the columns, one each, it can be sorted by a click on a column."""
+    def html(self, hints: Sequence[str] = (), classes: Sequence[str] = (), marked: str = "") -> str:
+        """The table as HTML.
+
+        With `hints`, which explain the columns, one each, it can be sorted by a click on a column. `classes` are those of the rows,
+        one each, and `marked` is the column whose cells show them.
+        """
         kinds = ["word" if title in self.words else "number" for title in self.header]
         titles = [f' title="{html.escape(hint)}" tabindex="0"' for hint in hints] or [""] * len(self.header)
         head = "".join(
-            f'<th class="{kind}"{title}>{html.escape(name)}</th>' for kind, title, name in zip(kinds, titles, self.header, strict=True)
+            f'<th scope="col" class="{kind}"{title}>{html.escape(name)}</th>'
+            for kind, title, name in zip(kinds, titles, self.header, strict=True)
         )
-        body = "".join(
-            "<tr>" + "".join(f'<td class="{kind}">{html.escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True)) + "</tr>\n"
-            for row in self.rows
-        )
+        cells = [f"{kind} mark" if title == marked else kind for kind, title in zip(kinds, self.header, strict=True)]
+        rows = [f' class="{kind}"' for kind in classes] or [""] * len(self.rows)
+        body = "".join(f"<tr{kind}>{html_cells(cells, row)}</tr>\n" for kind, row in zip(rows, self.rows, strict=True))
         opening = '<table class="sortable">' if hints else "<table>"
         return f'<div class="scroll">{opening}\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n'
+
+
+def html_cells(kinds: Sequence[str], row: Sequence[str]) -> str:
+    """The cells of a row with their classes."""
+    return "".join(f'<td class="{kind}">{html.escape(words)}</td>' for kind, words in zip(kinds, row, strict=True))

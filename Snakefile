@@ -24,6 +24,7 @@ include: "rules/tokens.smk"
 include: "rules/hidden.smk"
 include: "rules/train.smk"
 include: "rules/benchmark.smk"
+include: "rules/deploy.smk"
 
 
 rule all:

@@ -1,0 +1,62 @@
+"""Does a running server serve a deployed drafter as it was trained?"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.chat.messages import Message
+from scripts.lib.chat.template import ChatTemplate
+from scripts.lib.deploying.serving import TRAINING
+from scripts.lib.doctor.findings import Finding, refuse
+from scripts.lib.doctor.preflight import preflight
+from scripts.lib.doctor.served import after_start, canary
+from scripts.lib.ground.errors import StageError
+
+log = logging.getLogger("aerie")
+PROMPTS = (
+    "Explain in a few paragraphs why the sky is blue during the day and red at sunset.",
+    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "A train leaves at 9:40 and arrives at 12:05. It stops twice for 6 minutes. How long does it move? Reason step by step.",
+    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
+)
+
+
+def check_served(url: str, drafter: Path, target: Path | None) -> None:
+    """Ask the server at `url`, which should run `drafter` (a folder of stage deploy) with its `target`.
+
+    Checked are the files, what the server says of model, algorithm, flags and template, and that it accepts drafts on a few prompts.
+    Raises StageError that names everything wrong, with its repair.
+    """
+    wanted = read_wanted(drafter)
+    folder = target or drafter / wanted["target"]
+    if not (folder / "config.json").exists():
+        raise StageError(f"{folder}: no target there; give its folder with --target")
+    algorithm, flags = wanted["algorithm"], [*wanted["flags"], "--speculative-draft-model-path", str(drafter)]
+    findings = [*preflight(folder, drafter, algorithm, flags, drafter / TRAINING), *after_start(url, folder, drafter, algorithm, flags)]
+    refuse(told(findings), url)
+    refuse(told(canary(url, prompt_ids(folder), wanted["ceiling"])), url)
+    log.info("%s: serves %s with %s as it was trained", url, folder.resolve().name, drafter)
+
+
+def read_wanted(drafter: Path) -> dict[str, Any]:
+    """`served.json` of a deployed drafter."""
+    path = drafter / "served.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise StageError(f"{path}: not readable ({error}); give a folder that stage deploy made") from error
+
+
+def told(findings: list[Finding]) -> list[Finding]:
+    """The same findings; those that are no fault are logged, as nobody else tells them."""
+    for finding in findings:
+        if not finding.fatal:
+            log.warning("%s: %s; %s", finding.name, finding.evidence, finding.repair)
+    return findings
+
+
+def prompt_ids(target: Path) -> list[list[int]]:
+    """The prompts as the target's own template makes them."""
+    template = ChatTemplate.load(target)
+    return [template.prompt_ids([Message("user", prompt)]) for prompt in PROMPTS]

@@ -5,8 +5,9 @@ import json
 from snakemake.exceptions import WorkflowError
 
 from scripts.lib.ground.config import check_config, without_nulls
-from scripts.lib.ground.files import canonical
+from scripts.lib.ground.files import canonical, sha256_file
 from scripts.lib.ground.provenance import code
+from scripts.lib.training.memory import Sizes, estimate, expected_load, trained_share
 
 config = without_nulls(config)
 check_config(config, Path(workflow.basedir) / "rules/config.schema.json", WorkflowError)
@@ -20,7 +21,7 @@ VARIANTS = sorted(config["benchmark"]["variants"])
 
 # What of a dataset decides which bytes are fetched, and what only the benchmark or the mix reads; `prepare` takes the rest.
 FETCHED = ("source", "revision", "subset", "split", "members", "exclude", "generator", "licence")
-BENCHMARKED = ("max_tokens",)
+BENCHMARKED = ("max_tokens", "turns")
 MIXED = ("weight",)
 
 
@@ -31,6 +32,7 @@ wildcard_constraints:
     task="|".join(TASKS),
     drafter="|".join(DRAFTERS),
     variant="|".join(VARIANTS),
+    concurrency=r"\d+",
 
 
 def settings(*sections, **extra):
@@ -86,20 +88,91 @@ def hidden_settings(wildcards):
     return canonical({"hidden": hidden, "greedy": PROMPTS if config["generate"]["temperature"] == 0 else []})
 
 
+ROLLING = config["hidden"]["mode"] == "rolling"
+if ROLLING and (scattered := [name for name in DRAFTERS if config["drafters"][name].get("order") != "shards"]):
+    raise WorkflowError(
+        "Invalid configuration:\n"
+        + "\n".join(f"  drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)" for name in scattered)
+    )
+
+
+def rolled_rows(wildcards):
+    """The merged rows, which a training needs where its states come and go."""
+    return [f"results/{RUN}/merged/manifest.json"] if ROLLING else []
+
+
 def train_settings(wildcards):
-    """The drafter's own recipe."""
-    return settings("seed", drafter=config["drafters"][wildcards.drafter], name=wildcards.drafter)
+    """The drafter's own recipe, and the bytes of what it starts from where no other job of this run makes them."""
+    drafter = config["drafters"][wildcards.drafter]
+    start = {} if start_drafter(wildcards) else weights_in(drafter.get("start_from"))
+    return settings("seed", drafter=drafter, name=wildcards.drafter, **({"start": start} if start else {}))
+
+
+def start_drafter(wildcards):
+    """The drafter of this run that a drafter starts from."""
+    start = config["drafters"][wildcards.drafter].get("start_from")
+    folder = f"results/{RUN}/drafters"
+    return f"{start.rstrip('/')}/manifest.json" if start and start.rstrip("/") in {f"{folder}/{name}" for name in DRAFTERS} else []
+
+
+def weights_in(folder):
+    """The digests of the weights in `folder`; nothing where it holds none, of which the job will complain."""
+    return {path.name: sha256_file(path) for path in sorted(Path(folder).glob("*.safetensors"))} if folder else {}
+
+
+def train_memory(wildcards, input):
+    """Expected memory of a training on each GPU, or else of the machine, in 10^6 bytes: a dry run says it once the target is there."""
+    path = Path(input.target).with_name("config.json")
+    if not path.exists():
+        return None
+    merged = Path(f"results/{RUN}/merged/manifest.json")
+    mix = json.loads(merged.read_text())["facts"] if merged.exists() else {}
+    sizes = Sizes.of(json.loads(path.read_text()), config["vocab"]["size"])
+    load = expected_load(config["drafters"][wildcards.drafter], trained_share(mix), config["runtime"])
+    return round(estimate(sizes, load).total / 1e6)
+
+
+def served(variant):
+    """Whether SGLang serves the variant."""
+    return config["benchmark"]["variants"][variant].get("engine", "transformers") == "sglang"
+
+
+# One cell for each task, variant and number of requests at a time.
+CELLS = [
+    f"results/{RUN}/benchmark/{task}/{variant}/c{concurrency}/manifest.json"
+    for task in TASKS
+    for variant in VARIANTS
+    for concurrency in (config["benchmark"].get("concurrencies", [1]) if served(variant) else [1])
+]
 
 
 def variant_drafter(wildcards):
-    """The drafter that a variant serves."""
-    drafter = config["benchmark"]["variants"][wildcards.variant]["drafter"]
-    return f"results/{RUN}/drafters/{drafter}/manifest.json"
+    """The drafter of this run that a variant serves; none where another's is served, or no drafter."""
+    drafter = config["benchmark"]["variants"][wildcards.variant].get("drafter")
+    return [f"results/{RUN}/drafters/{drafter}/manifest.json"] if drafter in DRAFTERS else []
+
+
+# Variants whose target alone is served with the same flags stand together.
+SERVER_FLAGS = ("dtype", "cuda_graphs", "attention_backend", "flags")
+SERVER_ORDER = sorted(VARIANTS, key=lambda name: canonical([config["benchmark"]["variants"][name].get(key) for key in SERVER_FLAGS]) + name)
+
+
+def cell_priority(wildcards):
+    """Cells of one served variant before those of the next, so that each server starts once; others may go in any order."""
+    return (1 + SERVER_ORDER.index(wildcards.variant)) / (2 + len(VARIANTS)) if served(wildcards.variant) else 0
+
+
+def foreign_files(variant):
+    """Names and sizes of a drafter's files that lie in a folder which this run does not write."""
+    kind, _, locator = variant.get("drafter", "").partition(":")
+    folder = Path(locator).expanduser()
+    return {path.name: path.stat().st_size for path in sorted(folder.glob("*"))} if kind == "path" and folder.is_dir() else {}
 
 
 def cell_settings(wildcards):
-    """One task and one variant: a change to another cell's options is none of this one's business."""
+    """One task, one variant, one concurrency: a change to another cell's options is none of this one's business."""
     benchmark = config["benchmark"]
+    files = foreign_files(benchmark["variants"][wildcards.variant])
     task = {key: value for key, value in benchmark["tasks"][wildcards.task].items() if key in BENCHMARKED}
     return canonical(
         {
@@ -107,10 +180,18 @@ def cell_settings(wildcards):
             "variant": benchmark["variants"][wildcards.variant],
             "task_name": wildcards.task,
             "variant_name": wildcards.variant,
+            "concurrency": int(wildcards.concurrency),
             "repeats": benchmark["repeats"],
             "seed": config["seed"],
         }
+        | ({"drafter_files": files} if files else {})
     )
+
+
+def cell_machine(wildcards, threads):
+    """Device and threads, and of served variants how servers are started: as little compared as `on_machine`."""
+    server = {"server": config["runtime"].get("server", {})} if served(wildcards.variant) else {}
+    return json.dumps({**json.loads(on_machine(wildcards, threads))} | server)
 
 
 def on_machine(wildcards, threads):
@@ -119,8 +200,16 @@ def on_machine(wildcards, threads):
 
 
 def hidden_machine(wildcards, threads):
-    """Device, threads, and the bytes that states may take, which decide whether the job starts and no byte of what it writes."""
-    return json.dumps({**json.loads(on_machine(wildcards, threads)), "max_bytes": config["hidden"]["max_bytes"]})
+    """Devices, threads, how a server of states is started, and the bytes that they may take: whether the job starts and no byte of it."""
+    server = {"server": config["runtime"].get("server", {})} if config["hidden"]["engine"] == "sglang" else {}
+    return json.dumps(
+        {
+            **json.loads(on_machine(wildcards, threads)),
+            "max_bytes": config["hidden"]["max_bytes"],
+            "device_map": config["runtime"].get("device_map"),
+        }
+        | server
+    )
 
 
 THREADS = config["runtime"]["threads"]
@@ -148,6 +237,22 @@ def asks(partition):
     return lambda wildcards: int(SERVED and (not ATTACHED or config["datasets"][wildcards.dataset]["partition"] == partition))
 
 
+# The keys of `runtime` that a train job reads beside device and threads.
+TRAINING = ("ranks", "shard", "recompute")
+
+
+def launcher(wildcards, threads):
+    """What starts the processes of a training: as little compared as threads."""
+    return config["runtime"].get("launcher") or "python"
+
+
 def train_machine(wildcards, threads):
-    """Device, threads and processes: as little compared as `on_machine`."""
-    return json.dumps({**json.loads(on_machine(wildcards, threads)), "ranks": config["runtime"].get("ranks", 1)})
+    """Device, threads, processes, and how states are dumped where they come and go: as little compared as `on_machine`."""
+    dumping = {"hidden": json.loads(hidden_machine(wildcards, THREADS["hidden"]))} if ROLLING else {}
+    return json.dumps(
+        {
+            **json.loads(on_machine(wildcards, threads)),
+        }
+        | {key: config["runtime"][key] for key in TRAINING if key in config["runtime"]}
+        | dumping
+    )

@@ -15,6 +15,7 @@ rule hidden:
         "results/{run}/logs/hidden.log",
     benchmark:
         "results/{run}/logs/hidden.benchmark.jsonl"
+    priority: 1  # before any cell: servers of a benchmark hold GPU memory for a while
     conda:
         "../envs/aerie.yaml"
     threads: THREADS["hidden"]

@@ -20,7 +20,7 @@ rule plan:
         "../envs/aerie.yaml"
     params:
         **code("scripts/plan.py"),
-        settings=settings("run", "generate", "encode", "hidden"),
+        settings=settings("run", "generate", "encode", "hidden", "drafters", "vocab", "runtime", scaling=config["runtime"].get("scaling")),
     shell:
         r"""
         python -m scripts.plan \

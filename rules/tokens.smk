@@ -71,6 +71,7 @@ rule vocab:
         "results/{run}/logs/vocab.log",
     benchmark:
         "results/{run}/logs/vocab.benchmark.jsonl"
+    priority: 1  # as hidden: training needs both
     conda:
         "../envs/aerie.yaml"
     params:

@@ -1,6 +1,6 @@
 """EAGLE-3 drafters.
 
-Inputs: results/<run>/{hidden,vocab,target}/. Outputs: results/<run>/drafters/<drafter>/, which SGLang loads.
+Inputs: results/<run>/{hidden,vocab,target}/, and merged/ where states come and go. Outputs: results/<run>/drafters/<drafter>/, which SGLang loads.
 """
 
 
@@ -10,6 +10,8 @@ rule train:
         hidden="results/{run}/hidden/manifest.json",
         vocab="results/{run}/vocab/manifest.json",
         target="results/{run}/target/manifest.json",
+        merged=rolled_rows,
+        base=start_drafter,
     output:
         manifest=update("results/{run}/drafters/{drafter}/manifest.json"),
         config=update("results/{run}/drafters/{drafter}/config.json"),
@@ -20,21 +22,26 @@ rule train:
         "results/{run}/logs/train/{drafter}.log",
     benchmark:
         "results/{run}/logs/train/{drafter}.benchmark.jsonl"
+    priority: 1  # before any cell: servers of a benchmark hold GPU memory for a while
     conda:
         "../envs/aerie.yaml"
     threads: THREADS["train"]
     resources:
         gpu=GPUS * config["runtime"].get("ranks", 1),
+        memory_mb=train_memory,
     params:
         **code("scripts/train.py"),
         settings=train_settings,
         runtime=train_machine,
+        launcher=launcher,
     shell:
         r"""
-        python -m scripts.train \
+        {params.launcher} -m scripts.train \
             --hidden {input.hidden:q} \
             --vocab {input.vocab:q} \
             --target {input.target:q} \
+            --merged {input.merged:q} \
+            --base {input.base:q} \
             --output {output.manifest:q} \
             --settings {params.settings:q} \
             --runtime {params.runtime:q} \

@@ -96,6 +96,28 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             "benchmark.tasks.evals: also a dataset's name",
         ),
         (lambda c: c["benchmark"]["variants"]["chain4"].update(drafter="eagle4"), "benchmark.variants.chain4.drafter: eagle4 is not among"),
+        (lambda c: c["benchmark"]["variants"]["chain4"].pop("drafter"), "benchmark.variants.chain4.drafter: missing"),
+        (lambda c: c["benchmark"]["variants"]["chain4"].update(topk=4), "benchmark.variants.chain4.topk: of engine: sglang alone"),
+        (
+            lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", topk=4),
+            "benchmark.variants.chain4.draft_tokens: missing (with topk above 1",
+        ),
+        (
+            lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", draft_tokens=8),
+            "benchmark.variants.chain4.draft_tokens: a chain of 4 drafts is verified with 5 tokens",
+        ),
+        (
+            lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", algorithm="NGRAM"),
+            "benchmark.variants.chain4.drafter: NGRAM drafts from the text so far",
+        ),
+        (
+            lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", drafter="hub:org/drafter"),
+            "benchmark.variants.chain4.revision: missing",
+        ),
+        (
+            lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", algorithm="STANDALONE"),
+            "benchmark.variants.chain4.drafter: STANDALONE drafts with a small language model",
+        ),
         (lambda c: c["datasets"]["evals"].pop("members"), "datasets.evals.members: missing (a wheel: source needs it)"),
         (lambda c: c["target"].update(source="hub:org/model"), "target.revision: missing"),
     ],

@@ -40,6 +40,9 @@ def folders(files: set[str]) -> set[str]:
         pytest.param(
             lambda c: c["runtime"].update(device="cuda:1", ranks=2, threads=dict.fromkeys(c["runtime"]["threads"], 2)), set(), id="runtime"
         ),
+        pytest.param(
+            lambda c: c["runtime"].update(shard=True, recompute=True, launcher="torchrun --nproc-per-node=2"), set(), id="ways of training"
+        ),
     ],
 )
 def test_config_change(workdir, edit, expected):
@@ -94,7 +97,7 @@ def test_new_task_and_variant_touch_only_their_cells(workdir, finished):
     assert plan.pop("fetch") == {"results/toy/raw/task2/manifest.json"}
     assert folders(plan.pop("prepare")) == {"results/toy/prepared/task2"}
     assert not set(plan) & {"generate", "encode"}
-    cell = "results/toy/benchmark/task0/chain2/cell.json"
+    cell = "results/toy/benchmark/task0/chain2/c1/cell.json"
     made = [workdir / cell, *sorted((workdir / "results/toy/drafters").glob("*/model.safetensors"))]
     before = [path.stat().st_ino for path in made]
     snakemake(workdir, cell)  # merge looks for the new prompts, finds none, and gives equal bytes: nothing below is done again
@@ -102,6 +105,17 @@ def test_new_task_and_variant_touch_only_their_cells(workdir, finished):
     plan = stale_files(workdir)
     cells = {tuple(file.split("/")[3:5]) for file in plan.pop("benchmark")}
     assert cells == {("task2", "chain2"), ("task2", "chain1"), ("task0", "chain1"), ("task1", "chain1")}
+    assert set(plan) == REPORT
+
+
+def test_each_number_of_requests_is_a_cell_of_served_variants_alone(workdir):
+    def edit(config):
+        config["benchmark"]["concurrencies"] = [1, 8]
+        config["benchmark"]["variants"]["served"] = config["benchmark"]["variants"]["chain2"] | {"engine": "sglang"}
+
+    edit_config(workdir, edit)
+    plan = stale_files(workdir)
+    assert {tuple(file.split("/")[4:6]) for file in plan.pop("benchmark")} == {("served", "c1"), ("served", "c8")}
     assert set(plan) == REPORT
 
 
@@ -180,3 +194,21 @@ def test_the_page_before_the_run_makes_nothing_stale(workdir):
     snakemake(workdir, "results/toy/plan.md")
     assert "36 rows are kept: 12 native and 24 prompts." in (workdir / "results/toy/plan.md").read_text()
     assert stale(workdir) == set()
+
+
+def test_the_bytes_of_the_drafter_to_start_from_count_wherever_it_lies(workdir):
+    """A folder outside is tracked by its weights; a drafter of the same run is an input, and trained before."""
+    start = workdir / "start"
+    start.mkdir()
+    weights = start / "model.safetensors"
+    weights.write_bytes((workdir / "results/toy/drafters/eagle3/model.safetensors").read_bytes())
+    drafters = {"begun": {"start_from": str(start)}, "next": {"start_from": "results/toy/drafters/eagle3"}}
+    edit_config(workdir, lambda c: c["drafters"].update({name: c["drafters"]["eagle3"] | more for name, more in drafters.items()}))
+    snakemake(workdir, *(f"results/toy/drafters/{name}/manifest.json" for name in drafters))
+    weights.touch()
+    assert not stale_files(workdir).keys() & {"train"}
+    weights.write_bytes(weights.read_bytes()[:-2] + b"\0\0")
+    assert all("/begun/" in file for file in stale_files(workdir)["train"])
+    edit_config(workdir, lambda c: c["drafters"]["eagle3"].update(learning_rate=1e-4))
+    assert {file.split("/")[3] for file in stale_files(workdir)["train"]} == {"begun", "next", "eagle3"}
+    assert "memory_mb=" in snakemake(workdir, "--dry-run"), "what a training will take"

@@ -15,13 +15,15 @@ FLOORS = [
     {"targets", "formats", "engines", "serving"},
     {"eagle3", "states", "generation", "mixing", "vocabulary", "inspecting"},
     {"training", "speculation", "calibrating"},
+    {"doctor"},
     {"benchmark"},
     {"reporting"},
+    {"deploying"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 # Two rooms of one floor that need each other's lower part: who may read whom.
 SIDEWAYS = {("states", "eagle3")}
-STAGES = ["target", "fetch", "prepare", "plan", "generate", "encode", "merge", "vocab", "hidden", "train", "benchmark", "report"]
+STAGES = ["target", "fetch", "prepare", "plan", "generate", "encode", "merge", "vocab", "hidden", "train", "benchmark", "report", "deploy"]
 
 
 def room_of(path: str) -> str | None:

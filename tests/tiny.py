@@ -47,13 +47,16 @@ def tiny_config(layers: int = 8) -> LlamaConfig:
     )
 
 
-def save_tiny_target(folder: Path, layers: int = 8, seed: int = 0) -> Path:
-    """Write a tiny target in HF layout (bf16 safetensors, tokenizer, template) into `folder`."""
+def save_tiny_target(folder: Path, layers: int = 8, seed: int = 0, scale: float = 4.0) -> Path:
+    """Write a tiny target in HF layout (bf16 safetensors, tokenizer, template) into `folder`.
+
+    `scale` spreads the logits, so that near-ties are rare. At 4 every layer multiplies rounding errors: for bf16 take 2.
+    """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(tiny_config(layers)).bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4.0)  # spread the logits, so that near-ties are rare
+            parameter.mul_(scale)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -3,7 +3,7 @@
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ KINDS = {
 SCIENTIFIC = re.compile(r"^([+-]?\d+)e([+-]?\d+)$", re.IGNORECASE)
 PRUNED = ("datasets", "drafters")
 PRUNED_BENCHMARK = ("tasks", "variants")
+IN_PROCESS = {"engine", "drafter", "draft_steps", "dtype", "prompts"}
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +97,47 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(set(config["datasets"]) & set(benchmark["tasks"])):
         yield f"benchmark.tasks.{name}: also a dataset's name (rename one: both become folders of one tree)"
     for name, variant in sorted(benchmark["variants"].items()):
-        if variant["drafter"] not in config["drafters"]:
-            yield f"benchmark.variants.{name}.drafter: {variant['drafter']} is not among drafters ({', '.join(sorted(config['drafters']))})"
+        for option, text in variant_contradictions(variant, sorted(config["drafters"])):
+            yield f"benchmark.variants.{name}.{option}: {text}"
     sources = {f"datasets.{name}": entry for name, entry in config["datasets"].items()}
     sources |= {f"benchmark.tasks.{name}": entry for name, entry in benchmark["tasks"].items()}
     for path, entry in sorted(sources.items()):
         yield from source_contradictions(path, entry)
     if config["target"]["source"].startswith("hub:") and "revision" not in config["target"]:
         yield "target.revision: missing (a hub id needs a pinned revision: the commit hash of the model page)"
+
+
+def variant_contradictions(variant: Mapping[str, Any], drafters: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Options of one way to serve that do not go together, and why."""
+    served, algorithm = variant.get("engine", "transformers") == "sglang", variant.get("algorithm", "EAGLE3")
+    drafter = variant.get("drafter")
+    kind, _, locator = (drafter or "").partition(":")
+    if not served:
+        for option in sorted(set(variant) - IN_PROCESS):
+            yield option, f"of engine: sglang alone (leave it out, or one of {', '.join(sorted(IN_PROCESS))})"
+    if algorithm == "NGRAM":
+        for option in sorted({"drafter", "draft_steps", "topk"} & set(variant)):
+            yield option, "NGRAM drafts from the text so far (leave it out; draft_tokens sets how much)"
+        return
+    if drafter is None:
+        yield "drafter", "missing (required here)"
+    elif locator and not served:
+        yield "drafter", f"{drafter} is served by engine: sglang alone (name one of {', '.join(drafters)}, or set engine)"
+    elif not locator and algorithm == "STANDALONE":
+        yield "drafter", "STANDALONE drafts with a small language model (write path:DIR or hub:ORG/NAME)"
+    elif not locator and drafter not in drafters:
+        yield "drafter", f"{drafter} is not among drafters ({', '.join(drafters)})"
+    if kind == "hub" and "revision" not in variant:
+        yield "revision", "missing (a hub id needs a pinned revision: the commit hash of the model page)"
+    if "draft_steps" not in variant:
+        yield "draft_steps", "missing (required here)"
+    elif variant.get("topk", 1) == 1 and variant.get("draft_tokens", variant["draft_steps"] + 1) != variant["draft_steps"] + 1:
+        yield (
+            "draft_tokens",
+            f"a chain of {variant['draft_steps']} drafts is verified with {variant['draft_steps'] + 1} tokens (leave it out)",
+        )
+    if variant.get("topk", 1) > 1 and "draft_tokens" not in variant:
+        yield "draft_tokens", "missing (with topk above 1, how much of the tree is verified)"
 
 
 def source_contradictions(path: str, entry: Mapping[str, Any]) -> Iterator[str]:

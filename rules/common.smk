@@ -110,9 +110,9 @@ def train_settings(wildcards):
 
 def start_drafter(wildcards):
     """The drafter of this run that a drafter starts from."""
-    start = config["drafters"][wildcards.drafter].get("start_from")
-    folder = f"results/{RUN}/drafters"
-    return f"{start.rstrip('/')}/manifest.json" if start and start.rstrip("/") in {f"{folder}/{name}" for name in DRAFTERS} else []
+    start = Path(config["drafters"][wildcards.drafter].get("start_from") or ".")
+    own = start.parent == Path(f"results/{RUN}/drafters") and start.name in DRAFTERS
+    return str(start.joinpath("manifest.json")) if own else []
 
 
 def weights_in(folder):

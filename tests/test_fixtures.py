@@ -152,7 +152,7 @@ def test_the_plan_adds_up_to_the_samples(prepared, fixtures):
     _, root, config = prepared
     samples = {name: dataset["samples"] for name, dataset in config["datasets"].items()}
     native = samples["deepswe_kimi"] + samples["kimi_2000x"]
-    settings = {"run": "r", "generate": KIMI["generate"], "encode": KIMI["encode"], "hidden": DEFAULT["hidden"]}
+    settings = DEFAULT | {"run": "r", "generate": KIMI["generate"], "encode": KIMI["encode"], "scaling": None}
     paths = [root / name / "manifest.json" for name in reversed(samples)]
     page = plan_page(paths, fixtures / "target/manifest.json", settings, free=10**12)
     total = sum(samples.values())

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from scripts.lib.ground.errors import StageError
 
@@ -34,14 +34,21 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a whole file or nothing: a temporary name, fsync, rename."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that stands at `path` after the block, whole, or not at all: a temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.part")
     with temporary.open("wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file or nothing."""
+    with whole_file(path) as file:
+        file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:

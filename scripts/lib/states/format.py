@@ -4,7 +4,6 @@ Shapes: T tokens, R rows, H hidden size, F positions with a teacher, S loss span
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from scripts.lib.engines.protocol import RowStates
+from scripts.lib.ground.files import whole_file
 from scripts.lib.states.encoded import States, decoded, encoded
 from scripts.lib.states.rows import TokenRow
 from scripts.lib.states.storing import Storing
@@ -69,7 +69,7 @@ def write_shard(path: Path, shard: HiddenShard, storing: Storing = PLAIN) -> Non
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, whole or not at all: what `safetensors.torch.save` gives, which holds it twice in memory, as a stream."""
+    """Write a safetensors file, whole or not at all. `safetensors.torch.save_file` gives the same bytes, and no OSError for a full disk."""
     names = sorted(tensors, key=lambda name: (-DTYPES.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     place = 0
@@ -79,14 +79,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, place]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as file:
+    with whole_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             file.write(tensors[name].contiguous().view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def final_borders(row_offsets: torch.Tensor, final_index: torch.Tensor) -> list[int]:

@@ -3,13 +3,13 @@
 Training draws no random numbers once it runs (the order of rows is a function of seed and epoch), so there is no generator to store.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from scripts.lib.ground.files import whole_file
 from scripts.lib.training import ranks
 from scripts.lib.training.masters import DrafterWeights
 
@@ -31,17 +31,13 @@ def has_state(folder: Path) -> bool:
 
 
 def save_state(folder: Path, state: State) -> None:
-    """Let the first rank write `state` to `folder`: a temporary name, fsync, rename. It says nothing of how many ranks there are."""
+    """Let the first rank write `state` to `folder`, whole or not at all. It says nothing of how many ranks there are."""
     content = {**state.weights.state(), "step": state.step, "curve": state.curve}
     if not ranks.first():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{NAME}.part"
-    with temporary.open("wb") as file:
+    with whole_file(folder / NAME) as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / NAME)
 
 
 def restore(folder: Path, state: State) -> None:

@@ -138,3 +138,10 @@ def test_the_failure_is_the_callers_own(config, tmp_path):
     config["seed"] = "seven"
     with pytest.raises(RuntimeError, match='seed: "seven" is not a whole number'):
         check_config(config, path, RuntimeError)
+
+
+def test_states_that_come_and_go_are_read_a_shard_after_the_other(config):
+    config["hidden"]["mode"] = "rolling"
+    assert config_errors(config, SCHEMA) == ["drafters.eagle3.order: must be shards (hidden.mode: rolling reads a shard after the other)"]
+    config["drafters"]["eagle3"]["order"] = "shards"
+    assert config_errors(config, SCHEMA) == []

@@ -99,6 +99,9 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     for name, variant in sorted(benchmark["variants"].items()):
         for option, text in variant_contradictions(variant, sorted(config["drafters"])):
             yield f"benchmark.variants.{name}.{option}: {text}"
+    for name, drafter in sorted(config["drafters"].items()):
+        if config["hidden"]["mode"] == "rolling" and drafter.get("order", "rows") != "shards":
+            yield f"drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)"
     sources = {f"datasets.{name}": entry for name, entry in config["datasets"].items()}
     sources |= {f"benchmark.tasks.{name}": entry for name, entry in benchmark["tasks"].items()}
     for path, entry in sorted(sources.items()):

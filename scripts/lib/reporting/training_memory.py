@@ -12,7 +12,7 @@ from scripts.lib.training.memory import Sizes, estimate, expected_load
 def memory_section(target: Path, settings: Mapping[str, Any], share: float) -> list[str]:
     """A table of the drafters in `settings`, for the target whose manifest is at `target`, when a `share` of all tokens is trained."""
     config = json.loads(target.with_name("config.json").read_text())
-    sizes = Sizes.of(config, min(settings["vocab"]["size"], config.get("text_config", config)["vocab_size"]))
+    sizes = Sizes.of(config, settings["vocab"]["size"])
     lines = []
     for name, drafter in sorted(settings["drafters"].items()):
         load = expected_load(drafter, share, settings["runtime"])

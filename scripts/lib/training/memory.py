@@ -35,7 +35,8 @@ class Sizes:
         heads = text["num_attention_heads"]
         head_dim = text.get("v_head_dim") or text.get("head_dim") or text["hidden_size"] // heads
         groups = text.get("num_key_value_heads", heads)
-        return cls(text["hidden_size"], text["intermediate_size"], heads, groups, head_dim, text["vocab_size"], draft_vocabulary)
+        whole = text["vocab_size"]
+        return cls(text["hidden_size"], text["intermediate_size"], heads, groups, head_dim, whole, min(draft_vocabulary, whole))
 
     @property
     def weights(self) -> int:

@@ -1,6 +1,7 @@
 """Names, constraints and params that all rules share."""
 
 import json
+from functools import cache
 
 from snakemake.exceptions import WorkflowError
 
@@ -23,6 +24,7 @@ VARIANTS = sorted(config["benchmark"]["variants"])
 FETCHED = ("source", "revision", "subset", "split", "members", "exclude", "generator", "licence")
 BENCHMARKED = ("max_tokens", "turns")
 MIXED = ("weight",)
+DRAFTER_SUFFIXES = (".json", ".safetensors", ".bin")
 
 
 wildcard_constraints:
@@ -89,11 +91,6 @@ def hidden_settings(wildcards):
 
 
 ROLLING = config["hidden"]["mode"] == "rolling"
-if ROLLING and (scattered := [name for name in DRAFTERS if config["drafters"][name].get("order") != "shards"]):
-    raise WorkflowError(
-        "Invalid configuration:\n"
-        + "\n".join(f"  drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)" for name in scattered)
-    )
 
 
 def rolled_rows(wildcards):
@@ -104,7 +101,8 @@ def rolled_rows(wildcards):
 def train_settings(wildcards):
     """The drafter's own recipe, and the bytes of what it starts from where no other job of this run makes them."""
     drafter = config["drafters"][wildcards.drafter]
-    start = {} if start_drafter(wildcards) else weights_in(drafter.get("start_from"))
+    outside = drafter.get("start_from") and not start_drafter(wildcards)
+    start = drafter_files(drafter["start_from"]) if outside else {}
     return settings("seed", drafter=drafter, name=wildcards.drafter, **({"start": start} if start else {}))
 
 
@@ -115,9 +113,11 @@ def start_drafter(wildcards):
     return str(start.joinpath("manifest.json")) if own else []
 
 
-def weights_in(folder):
-    """The digests of the weights in `folder`; nothing where it holds none, of which the job will complain."""
-    return {path.name: sha256_file(path) for path in sorted(Path(folder).glob("*.safetensors"))} if folder else {}
+@cache
+def drafter_files(folder):
+    """The digests of a drafter's files in a folder that no job of this run writes; none where there is none, of which the job will complain."""
+    paths = sorted(path for path in Path(folder).expanduser().glob("*") if path.suffix in DRAFTER_SUFFIXES)
+    return {path.name: sha256_file(path) for path in paths}
 
 
 def train_memory(wildcards, input):
@@ -162,17 +162,11 @@ def cell_priority(wildcards):
     return (1 + SERVER_ORDER.index(wildcards.variant)) / (2 + len(VARIANTS)) if served(wildcards.variant) else 0
 
 
-def foreign_files(variant):
-    """Names and sizes of a drafter's files that lie in a folder which this run does not write."""
-    kind, _, locator = variant.get("drafter", "").partition(":")
-    folder = Path(locator).expanduser()
-    return {path.name: path.stat().st_size for path in sorted(folder.glob("*"))} if kind == "path" and folder.is_dir() else {}
-
-
 def cell_settings(wildcards):
     """One task, one variant, one concurrency: a change to another cell's options is none of this one's business."""
     benchmark = config["benchmark"]
-    files = foreign_files(benchmark["variants"][wildcards.variant])
+    kind, _, folder = benchmark["variants"][wildcards.variant].get("drafter", "").partition(":")
+    files = drafter_files(folder) if kind == "path" else {}
     task = {key: value for key, value in benchmark["tasks"][wildcards.task].items() if key in BENCHMARKED}
     return canonical(
         {
@@ -188,44 +182,42 @@ def cell_settings(wildcards):
     )
 
 
+def on_machine(threads, *keys):
+    """Device, threads and the named parts of `runtime` that the config has.
+
+    Whatever a rule passes with it, it passes by a function of `threads`: Snakemake does not compare such params.
+    """
+    runtime = config["runtime"]
+    return {"device": runtime["device"], "threads": threads} | {key: runtime[key] for key in keys if key in runtime}
+
+
 def cell_machine(wildcards, threads):
-    """Device and threads, and of served variants how servers are started: as little compared as `on_machine`."""
-    server = {"server": config["runtime"].get("server", {})} if served(wildcards.variant) else {}
-    return json.dumps({**json.loads(on_machine(wildcards, threads))} | server)
+    """Where a cell is measured, and of served variants how servers are started."""
+    return json.dumps(on_machine(threads, *(["server"] if served(wildcards.variant) else [])))
 
 
-def on_machine(wildcards, threads):
-    """Device and threads: Snakemake does not compare params that are derived from threads."""
-    return json.dumps({"device": config["runtime"]["device"], "threads": threads})
+def states_machine(threads):
+    """Where states are made, how a server of them is started, and the bytes that they may take: whether the job starts, no byte of it."""
+    server = ["server"] if config["hidden"]["engine"] == "sglang" else []
+    return on_machine(threads, "device_map", *server) | {"max_bytes": config["hidden"]["max_bytes"]}
 
 
 def hidden_machine(wildcards, threads):
-    """Devices, threads, how a server of states is started, and the bytes that they may take: whether the job starts and no byte of it."""
-    server = {"server": config["runtime"].get("server", {})} if config["hidden"]["engine"] == "sglang" else {}
-    return json.dumps(
-        {
-            **json.loads(on_machine(wildcards, threads)),
-            "max_bytes": config["hidden"]["max_bytes"],
-            "device_map": config["runtime"].get("device_map"),
-        }
-        | server
-    )
+    """Where states are made."""
+    return json.dumps(states_machine(threads))
 
 
 THREADS = config["runtime"]["threads"]
 GPUS = int(config["runtime"]["device"].startswith("cuda"))
 
 
-# The keys of `runtime` that a generate job reads beside device and threads.
-SERVING = ("server", "requests")
 ATTACHED = bool(config["runtime"].get("server", {}).get("urls"))
 SERVED = config["generate"]["engine"] == "sglang"
 
 
 def generate_runtime(wildcards, threads):
-    """Device, threads, servers and requests: Snakemake does not compare params that are derived from threads."""
-    runtime = config["runtime"]
-    return json.dumps({"device": runtime["device"], "threads": threads} | {key: runtime[key] for key in SERVING if key in runtime})
+    """Where the target answers, which servers are asked, and how."""
+    return json.dumps(on_machine(threads, "server", "requests"))
 
 
 def asks(partition):
@@ -237,22 +229,12 @@ def asks(partition):
     return lambda wildcards: int(SERVED and (not ATTACHED or config["datasets"][wildcards.dataset]["partition"] == partition))
 
 
-# The keys of `runtime` that a train job reads beside device and threads.
-TRAINING = ("ranks", "shard", "recompute")
-
-
 def launcher(wildcards, threads):
     """What starts the processes of a training: as little compared as threads."""
     return config["runtime"].get("launcher") or "python"
 
 
 def train_machine(wildcards, threads):
-    """Device, threads, processes, and how states are dumped where they come and go: as little compared as `on_machine`."""
-    dumping = {"hidden": json.loads(hidden_machine(wildcards, THREADS["hidden"]))} if ROLLING else {}
-    return json.dumps(
-        {
-            **json.loads(on_machine(wildcards, threads)),
-        }
-        | {key: config["runtime"][key] for key in TRAINING if key in config["runtime"]}
-        | dumping
-    )
+    """Where a drafter is trained, by which processes, and how states are dumped where they come and go."""
+    dumping = {"hidden": states_machine(THREADS["hidden"])} if ROLLING else {}
+    return json.dumps(on_machine(threads, "ranks", "shard", "recompute") | dumping)

@@ -1,6 +1,5 @@
 """Where a variant's drafter lies: trained by this run, in a folder, or on the hub."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from huggingface_hub import snapshot_download
 
 from scripts.lib.benchmark.settings import Settings
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import canonical, sha256_file, sha256_text
+from scripts.lib.ground.files import canonical, sha256_file
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job
 
@@ -17,7 +16,7 @@ FILES = ["*.json", "*.safetensors", "*.bin", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class ServedDrafter:
-    """A drafter's folder, a text that changes with its files, and whether this run trained it."""
+    """A drafter's folder, a text that changes with its files as the tracked settings name them, and whether this run trained it."""
 
     folder: Path
     identity: str
@@ -36,7 +35,7 @@ def find_drafter(job: Job, settings: Settings) -> ServedDrafter | None:
     folder = Path(locator).expanduser().resolve() if kind == "path" else downloaded(locator, settings.revision)
     if not (folder / "config.json").is_file():
         raise StageError(f"benchmark.variants.{settings.variant}.drafter: {folder} holds no config.json; give a drafter's folder")
-    return ServedDrafter(folder, identity(folder), own=False)
+    return ServedDrafter(folder, canonical([settings.revision, job.settings.get("drafter_files")]), own=False)
 
 
 def downloaded(repository: str, revision: str | None) -> Path:
@@ -45,9 +44,3 @@ def downloaded(repository: str, revision: str | None) -> Path:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=FILES))
     except (OSError, ValueError) as error:
         raise StageError(f"drafter hub:{repository} at {revision}: {error}; check the id, the revision and the network") from error
-
-
-def identity(folder: Path) -> str:
-    """Names and sizes of all files of `folder`, and the whole of its config."""
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-    return sha256_text(canonical({"sizes": sizes, "config": json.loads((folder / "config.json").read_text())}))

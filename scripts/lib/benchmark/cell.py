@@ -7,9 +7,9 @@ from typing import Any
 from scripts.lib.benchmark.answers import Answer, Measured, Pair
 from scripts.lib.benchmark.latency import Way, chain_answer, plain_answer, speedup_interval, summary
 from scripts.lib.benchmark.settings import Settings
+from scripts.lib.doctor.findings import IDLE_ACCEPT_LENGTH
 from scripts.lib.speculation.figures import tokens_per_second
 
-IDLE_ACCEPT_LENGTH = 1.05
 STEADY_SPREAD = 0.1
 UNKNOWN: dict[str, Any] = {"simulated_accept_length": None, "server": None, "server_packages": {}, "findings": []}
 

@@ -1,7 +1,7 @@
 """A closed loop against one server: always so many conversations under way, each turn asked as soon as the one before is answered."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -63,7 +63,8 @@ class Load:
             answers: list[list[int]] = []
             for turn in prompt.turns(self.turns):
                 if turn:
-                    answers.append(output_ids(line.address.host, talk[-1][1]))
+                    host = line.address.host
+                    answers.append(output_ids(host, written(host, talk[-1][1])))
                 ids = prompt.ids_after(answers, self.template)
                 talk.append((ids, await line.post("/generate", self.body(ids))))
 
@@ -73,11 +74,11 @@ class Load:
         return orjson.dumps({"input_ids": ids, "sampling_params": sampling, "stream": True})
 
 
-def output_ids(url: str, streamed: Streamed) -> list[int]:
-    """The whole answer's ids. StageError when the server sent none, or other than it counted."""
+def output_ids(url: str, pieces: Iterable[tuple[float, dict[str, Any]]]) -> list[int]:
+    """The ids of the answer that came in `pieces`. StageError when the server sent none, or other than it counted."""
     ids: list[int] = []
     count = 0
-    for _, event in written(url, streamed):
+    for _, event in pieces:
         count = event["meta_info"]["completion_tokens"]
         ids = event["output_ids"] if len(event["output_ids"]) == count else ids + event["output_ids"]
     if not ids or len(ids) != count:
@@ -103,8 +104,8 @@ def written(url: str, streamed: Streamed) -> Iterator[tuple[float, dict[str, Any
 
 def read_answer(url: str, streamed: Streamed) -> Answer:
     """What is kept of an answer."""
-    ids = output_ids(url, streamed)
     pieces = list(written(url, streamed))
+    ids = output_ids(url, pieces)
     counts = [(moment, piece["meta_info"]["completion_tokens"]) for moment, piece in pieces]
     counts = [(moment, count) for moment, count in counts if count > 0]
     first, last = counts[0][0], counts[-1][0]

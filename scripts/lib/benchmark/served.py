@@ -69,10 +69,9 @@ class Served:
         log_file = self.job.work / "servers" / f"{key}.log"
         return Wanted(key, str(target.parent.resolve()), flags, str(log_file.resolve()), 0.5)
 
-    def examine(self, lease: Lease, prompts: Sequence[Prompt]) -> list[Finding]:
-        """What the doctor finds in the running servers. StageError for anything that would make the figures wrong."""
+    def examine(self, lease: Lease, flags: Sequence[str], prompts: Sequence[Prompt]) -> list[Finding]:
+        """What the doctor finds in the running servers, the second with `flags`. StageError for anything that would make figures wrong."""
         baseline, variant = lease.servers
-        flags = self.wanted()[1].flags
         found = after_start(variant.url, self.target, self.folder, self.settings.algorithm, flags)
         refuse(found, variant.url)
         check_alike(variant.url, request(f"{baseline.url}/server_info"), request(f"{variant.url}/server_info"))
@@ -96,7 +95,7 @@ def measure_served(job: Job, settings: Settings, prompts: Sequence[Prompt], temp
         baseline, variant = lease.servers
         try:
             version = checked_version(variant.url, served.target)
-            found += served.examine(lease, prompts)
+            found += served.examine(lease, wanted[1].flags, prompts)
             passes = measure_blocks(Servers(baseline.url, variant.url, flush), load, prompts, settings.repeats, folder)
             pairs = [paired(row, prompts) for row in passes]
             pairs[0] = [verdict_on(baseline.url, pair, settings.dtype) for pair in pairs[0]]

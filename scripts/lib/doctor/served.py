@@ -7,13 +7,13 @@ from typing import Any
 
 from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.chat.wire import wire_message
+from scripts.lib.chat.wire import wire_messages
 from scripts.lib.doctor.findings import IDLE_ACCEPT_LENGTH, Finding
 from scripts.lib.doctor.flags import STEPS, TOKENS, TOPK, parsed
 from scripts.lib.doctor.repairs import finding
 from scripts.lib.ground.errors import StageError
 from scripts.lib.serving.asking import request
-from scripts.lib.serving.health import PROBE
+from scripts.lib.serving.health import PROBE, same_tokenizer
 
 CANARY_TOKENS = 48
 # A dialogue that templates render in different ways: an earlier answer, spaces at an end, no system prompt.
@@ -53,11 +53,10 @@ def settings_findings(server: Mapping[str, Any], drafter: Path | None, algorithm
 
 def text_findings(url: str, template: ChatTemplate) -> Iterator[Finding]:
     """A tokenizer or chat template at `url` that is not the target's."""
-    ids = request(f"{url}/v1/tokenize", {"prompt": PROBE, "add_special_tokens": False})["tokens"]
-    if ids != template.tokenize(PROBE):
+    if not same_tokenizer(url, template):
         yield finding("tokenizer_differs", f"{url} gives a text other ids than the target's tokenizer does")
         return
-    body = {"messages": [wire_message(message, as_mapping=False) for message in DIALOGUE]}
+    body = {"messages": wire_messages(DIALOGUE, as_mapping=False)}
     try:
         rendered = request(f"{url}/v1/tokenize", body)["tokens"]
     except urllib.error.HTTPError:

@@ -65,7 +65,12 @@ def check_target(url: str, found: Served, target: Path) -> None:
     wanted = json.loads((target / "config.json").read_text())["model_type"]
     if found.model_type != wanted:
         raise StageError(f"{url}: serves {found.model_path} of type {found.model_type}, the target's is {wanted}; {remedy}")
-    ids = request(f"{url}/v1/tokenize", {"prompt": PROBE, "add_special_tokens": False})["tokens"]
-    if ids != ChatTemplate.load(target).tokenize(PROBE):
+    if not same_tokenizer(url, ChatTemplate.load(target)):
         raise StageError(f"{url}: serves {found.model_path}, whose tokenizer gives other ids than the target's; {remedy}")
     log.warning("%s: serves %s; type and tokenizer are those of the target %s, weights cannot be compared", url, found.model_path, target)
+
+
+def same_tokenizer(url: str, template: ChatTemplate) -> bool:
+    """Whether the server at `url` gives a text the ids that `template` gives it."""
+    ids = request(f"{url}/v1/tokenize", {"prompt": PROBE, "add_special_tokens": False})["tokens"]
+    return bool(ids == template.tokenize(PROBE))

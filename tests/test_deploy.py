@@ -10,10 +10,11 @@ import pytest
 
 from scripts.lib.deploying import checking
 from scripts.lib.deploying.build import deploy
-from scripts.lib.deploying.checking import PROMPTS, check_served
+from scripts.lib.deploying.checking import check_served
 from scripts.lib.deploying.choosing import best_choice, verdict
 from scripts.lib.deploying.serving import measured_flags
 from scripts.lib.doctor.findings import Finding
+from scripts.lib.doctor.walking import QUESTIONS
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
 from scripts.lib.ground.stage import run
@@ -180,7 +181,7 @@ def test_the_check_asks_the_doctor_about_files_server_and_drafts(deployed, monke
     assert "--speculative-num-steps" in before[3]
     assert before[4] == deployed / "training-manifest.json"
     assert before[3][-2:] == ["--speculative-draft-model-path", str(deployed)]
-    assert (drafts[0], len(drafts[1]), drafts[2]) == ("http://h:1", len(PROMPTS), 4)
+    assert (drafts[0], len(drafts[1]), drafts[2]) == ("http://h:1", len(QUESTIONS), 4)
     monkeypatch.setattr(checking, "canary", lambda *words: [fault])
     with pytest.raises(StageError, match=r"http://h:1: idle_drafter: accept length 1.01, so train it on this target's states"):
         check_served("http://h:1", deployed, None)

@@ -5,21 +5,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.deploying.serving import TRAINING
 from scripts.lib.doctor.findings import Finding, refuse
 from scripts.lib.doctor.preflight import preflight
 from scripts.lib.doctor.served import after_start, canary
+from scripts.lib.doctor.walking import questions
 from scripts.lib.ground.errors import StageError
 
 log = logging.getLogger("aerie")
-PROMPTS = (
-    "Explain in a few paragraphs why the sky is blue during the day and red at sunset.",
-    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
-    "A train leaves at 9:40 and arrives at 12:05. It stops twice for 6 minutes. How long does it move? Reason step by step.",
-    "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-)
 
 
 def check_served(url: str, drafter: Path, target: Path | None) -> None:
@@ -35,7 +29,7 @@ def check_served(url: str, drafter: Path, target: Path | None) -> None:
     algorithm, flags = wanted["algorithm"], [*wanted["flags"], "--speculative-draft-model-path", str(drafter)]
     findings = [*preflight(folder, drafter, algorithm, flags, drafter / TRAINING), *after_start(url, folder, drafter, algorithm, flags)]
     refuse(told(findings), url)
-    refuse(told(canary(url, prompt_ids(folder), wanted["ceiling"])), url)
+    refuse(told(canary(url, questions(ChatTemplate.load(folder)), wanted["ceiling"])), url)
     log.info("%s: serves %s with %s as it was trained", url, folder.resolve().name, drafter)
 
 
@@ -54,9 +48,3 @@ def told(findings: list[Finding]) -> list[Finding]:
         if not finding.fatal:
             log.warning("%s: %s; %s", finding.name, finding.evidence, finding.repair)
     return findings
-
-
-def prompt_ids(target: Path) -> list[list[int]]:
-    """The prompts as the target's own template makes them."""
-    template = ChatTemplate.load(target)
-    return [template.prompt_ids([Message("user", prompt)]) for prompt in PROMPTS]

@@ -185,7 +185,7 @@ def cell_settings(wildcards):
 def on_machine(threads, *keys):
     """Device, threads and the named parts of `runtime` that the config has.
 
-    Whatever a rule passes with it, it passes by a function of `threads`: Snakemake does not compare such params.
+    It reaches a script only through a function of `threads`, since Snakemake does not compare such params.
     """
     runtime = config["runtime"]
     return {"device": runtime["device"], "threads": threads} | {key: runtime[key] for key in keys if key in runtime}

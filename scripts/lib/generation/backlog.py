@@ -17,11 +17,10 @@ class Pending:
     expected: float
     failures: Counter[str] = field(default_factory=Counter)
     discarded: int = 0
+    key: str = field(init=False)  # names the turn to observers
 
-    @property
-    def key(self) -> str:
-        """Names the turn to observers."""
-        return f"{self.conversation.id}/{self.conversation.turn}"
+    def __post_init__(self) -> None:
+        self.key = f"{self.conversation.id}/{self.conversation.turn}"
 
 
 class Backlog:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -17,8 +17,7 @@ ENDED = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length"
 MAX_SEED = 2**31
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """The next turn of a conversation: its prompt as ids, and how to sample. `seed` is None where sampling is greedy."""
 
     conversation: Conversation
@@ -28,8 +27,7 @@ class Question:
     seed: int | None
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One turn as it came back: ids of the server's own, or the message that a server of text sent, with ids read from it."""
 
     output_ids: list[int]

@@ -180,7 +180,7 @@ class Driver:
 
     def _says_something(self, answer: Answer) -> bool:
         """Whether there is more than an end-of-turn token."""
-        return any(token not in self.prompts.template.eos_ids for token in answer.output_ids)
+        return not self.prompts.template.eos_ids.issuperset(answer.output_ids)
 
     def _taken(self, conversation: Conversation, record: Mapping[str, Any]) -> bool:
         """Hand a kept answer to its conversation; whether later turns may build on it."""

@@ -54,8 +54,9 @@ class Segments:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Put `record` among those that the next `write` hands over."""
+        if not self.lines:
+            self.appended.set()
         self.lines.append(line_of(record))
-        self.appended.set()
 
     def write(self) -> None:
         """Hand what was appended to the kernel in one piece. Raises OSError when the disk is full."""

@@ -4,7 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,14 +29,13 @@ class Plan:
     max_tokens: int
     slots: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Turns of all groups."""
         return sum(self.turns.values())
 
 
-@dataclass(frozen=True)
-class Flight:
+class Flight(NamedTuple):
     """A request in flight: since when, as which row in the order of starts, of which group."""
 
     since: float

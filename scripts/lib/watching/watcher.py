@@ -60,7 +60,7 @@ class Watcher:
     def on_done(self, key: str, tokens: int, finish_reason: str, seconds: float) -> None:
         """A turn is over."""
         self.observed.on_done(key, tokens, finish_reason, seconds)
-        answers = min(sum(self.observed.reasons.values()), RECENT)
+        answers = min(self.observed.done - self.observed.plan.done, RECENT)
         self.recent_mean += (tokens - self.recent_mean) / answers
         self._show()
 

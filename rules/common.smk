@@ -127,8 +127,9 @@ def train_memory(wildcards, input):
         return None
     merged = Path(f"results/{RUN}/merged/manifest.json")
     mix = json.loads(merged.read_text())["facts"] if merged.exists() else {}
-    sizes = Sizes.of(json.loads(path.read_text()), config["vocab"]["size"])
-    load = expected_load(config["drafters"][wildcards.drafter], trained_share(mix), config["runtime"])
+    drafter = config["drafters"][wildcards.drafter]
+    sizes = Sizes.of(json.loads(path.read_text()), config["vocab"]["size"], drafter.get("intermediate_size"))
+    load = expected_load(drafter, trained_share(mix), config["runtime"])
     return round(estimate(sizes, load).total / 1e6)
 
 

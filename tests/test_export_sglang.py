@@ -1,6 +1,7 @@
 """The exported folder in the real SGLang's own loader: every parameter is filled, with our values."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_sglangs_loader_fills_every_parameter_with_our_weights(tmp_path):
     target = save_tiny_target(tmp_path / "target")
     config = LlamaForCausalLM.from_pretrained(target).config
     drafter = Drafter(
-        DrafterConfig.from_target(config, len(IDS), (2, 4, 5), fc_norm=True, norm_output=True),
+        replace(DrafterConfig.from_target(config, len(IDS), (2, 4, 5)), fc_norm=True, norm_output=True),
         IDS - torch.arange(len(IDS)),
         torch.zeros(272, dtype=torch.bool).index_fill(0, IDS, True),
     )

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
-from scripts.lib.eagle3.export import load_drafter
+from scripts.lib.eagle3.export import check_target, load_drafter
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import read_manifest
@@ -136,6 +137,15 @@ def test_warm_start_takes_head_norm_and_last_layer(case, tmp_path):
         torch.testing.assert_close(drafter.get_parameter(name).data, tensor.float(), rtol=0, atol=1e-6)
     free = drafter.get_parameter("midlayer.self_attn.k_proj.weight").data[16:, 64:]  # the first group looks at its own token
     torch.testing.assert_close(free, target["model.layers.7.self_attn.k_proj.weight"][16:].float(), rtol=0, atol=1e-6)
+
+
+def test_a_wider_mlp_starts_as_the_targets_and_is_served_at_its_size(case, tmp_path):
+    run(job(case, tmp_path / "wide", epochs=1, learning_rate=1e-9, intermediate_size=160), train)
+    drafter, target = load_drafter(tmp_path / "wide", torch.float32, "cpu"), load_file(case / "target" / "model.safetensors")
+    gate, down = target["model.layers.7.mlp.gate_proj.weight"], drafter.get_parameter("midlayer.mlp.down_proj.weight")
+    torch.testing.assert_close(drafter.get_parameter("midlayer.mlp.gate_proj.weight")[-len(gate) :].data, gate.float(), rtol=0, atol=1e-6)
+    assert down.shape[1] == 160 > len(gate) and not down[:, : -len(gate)].abs().gt(1e-6).any()
+    check_target(tmp_path / "wide", AutoConfig.from_pretrained(case / "target"))
 
 
 def test_untrained_random_drafter_accepts_next_to_nothing(case, tmp_path):

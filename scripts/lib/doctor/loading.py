@@ -30,7 +30,11 @@ def load_any(drafter: Path, target: Path, dtype: torch.dtype, device: str) -> Dr
     d2t = tensors.get("d2t", torch.zeros(size, dtype=torch.int64)).long()
     kept = torch.zeros(text.vocab_size, dtype=torch.bool).index_fill(0, torch.arange(size) + d2t, True)
     norms = bool(config.get("fc_norm") or config.get("use_aux_norm"))
-    like = DrafterConfig.from_target(text, size, tuple(boundaries_of(config, text)), norms, bool(config.get("norm_output")))
+    like = replace(
+        DrafterConfig.from_target(text, size, tuple(boundaries_of(config, text))),
+        fc_norm=norms,
+        norm_output=bool(config.get("norm_output")),
+    )
     sizes = {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
     sizes |= {name: config[name] for name in SIZES if config.get(name) is not None}
     with torch.device("meta"):

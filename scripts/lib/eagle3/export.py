@@ -4,6 +4,7 @@ Engines skip unknown names and fill missing ones at random without a word, so re
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,9 @@ def check_vocabulary(path: Path, d2t: Tensor, t2d: Tensor) -> None:
 def check_target(folder: Path, target: PretrainedConfig) -> None:
     """Refuse the drafter in `folder` when sizes, rotary embedding or positions are not those of `target`."""
     config = load_config(folder / "config.json")
-    expected = DrafterConfig.from_target(target, config.draft_vocab_size, config.boundaries)
+    expected = replace(
+        DrafterConfig.from_target(target, config.draft_vocab_size, config.boundaries), intermediate_size=config.intermediate_size
+    )
     wrong = [
         f"{name} is {getattr(config, name)!r}, the target's {getattr(expected, name)!r}"
         for name in COPIED

@@ -14,6 +14,7 @@ from scripts.lib.eagle3.target import NORM, TargetWeights
 from scripts.lib.ground.errors import StageError
 
 STANDARD_DEVIATION = 0.02
+DOWN = "midlayer.mlp.down_proj.weight"
 
 
 def initialise(drafter: Drafter, seed: int) -> None:
@@ -30,20 +31,24 @@ def initialise(drafter: Drafter, seed: int) -> None:
 def warm_start(drafter: Drafter, target: TargetWeights) -> list[str]:
     """Take over the target's head, last norm and last layer, as far as names and shapes fit; the names taken.
 
-    The target's layer reads features only: `fc` and the embedding half of the projections keep their random start.
+    The target's layer reads features only: `fc` and the embedding half of the projections keep their random start. Of a wider MLP it
+    is the last part, and the rest writes nothing yet.
     """
     taken = {"lm_head.weight": target.head()[drafter.target_ids], "norm.weight": target[NORM], **layer_weights(drafter, target)}
     with torch.no_grad():
         parameters = dict(drafter.named_parameters())
         for name, tensor in taken.items():
-            parameters[name][..., parameters[name].shape[-1] - tensor.shape[-1] :] = tensor.to(parameters[name].dtype)
+            if name == DOWN:
+                parameters[name].zero_()
+            last = tuple(slice(whole - part, whole) for whole, part in zip(parameters[name].shape, tensor.shape, strict=True))
+            parameters[name][last] = tensor.to(parameters[name].dtype)
     return sorted(taken)
 
 
 def layer_weights(drafter: Drafter, target: TargetWeights) -> dict[str, Tensor]:
     """Weights of the target's last layer by the drafter's names, where the shapes fit.
 
-    A projection of the target is half as wide as the drafter's, whose second half sees the features.
+    A projection of the target is half as wide as the drafter's, whose second half sees the features. Its MLP may be narrower.
     """
     find = target.last_layer()
     sources = {name: name.removeprefix("midlayer.") for name, _ in drafter.named_parameters() if name.startswith("midlayer.")}
@@ -52,9 +57,15 @@ def layer_weights(drafter: Drafter, target: TargetWeights) -> dict[str, Tensor]:
     for name, source in sources.items():
         tensor = find(source)
         shape = tuple(drafter.get_parameter(name).shape)
-        if tensor is not None and tuple(tensor.shape) in (shape, (*shape[:-1], shape[-1] // 2)):
+        if tensor is not None and (tuple(tensor.shape) in (shape, (*shape[:-1], shape[-1] // 2)) or narrower(name, tensor, shape)):
             found[name] = tensor
     return found
+
+
+def narrower(name: str, tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether `tensor`, weights of an MLP called `name` [I, H] or [H, I], is part of one of `shape` with a larger I."""
+    inner = 1 if name == DOWN else 0
+    return ".mlp." in name and tensor.shape[1 - inner] == shape[1 - inner] and tensor.shape[inner] < shape[inner]
 
 
 def start_from(drafter: Drafter, folder: Path, target: TargetWeights) -> list[str]:

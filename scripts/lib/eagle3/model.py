@@ -41,10 +41,11 @@ class DrafterConfig:
     norm_output: bool = False
 
     @classmethod
-    def from_target(
-        cls, target: PretrainedConfig, draft_vocab_size: int, boundaries: tuple[int, ...], fc_norm: bool = False, norm_output: bool = False
-    ) -> "DrafterConfig":
-        """Take sizes, rotary embedding and positions from the target's config, or its text part when it has several."""
+    def from_target(cls, target: PretrainedConfig, draft_vocab_size: int, boundaries: tuple[int, ...]) -> "DrafterConfig":
+        """Take sizes, rotary embedding and positions from the target's config, or its text part when it has several.
+
+        `intermediate_size` is the one size that may be replaced by another: no state of the target has it.
+        """
         text = target.get_text_config()
         rope = {key: value for key, value in text.rope_parameters.items() if key not in UNREAD_ROPE_KEYS}
         # Multi-head latent attention names only the parts of a head; its value part is the size of a plain one.
@@ -63,8 +64,6 @@ class DrafterConfig:
             boundaries=tuple(boundaries),
             bos_token_id=text.bos_token_id,
             eos_token_id=text.eos_token_id,
-            fc_norm=fc_norm,
-            norm_output=norm_output,
         )
 
 

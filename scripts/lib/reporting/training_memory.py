@@ -12,9 +12,9 @@ from scripts.lib.training.memory import Sizes, estimate, expected_load
 def memory_section(target: Path, settings: Mapping[str, Any], share: float) -> list[str]:
     """A table of the drafters in `settings`, for the target whose manifest is at `target`, when a `share` of all tokens is trained."""
     config = json.loads(target.with_name("config.json").read_text())
-    sizes = Sizes.of(config, settings["vocab"]["size"])
     lines = []
     for name, drafter in sorted(settings["drafters"].items()):
+        sizes = Sizes.of(config, settings["vocab"]["size"], drafter.get("intermediate_size"))
         load = expected_load(drafter, share, settings["runtime"])
         memory = estimate(sizes, load)
         parts = (memory.masters + memory.optimizer, memory.copies, memory.target, memory.states, memory.activations + memory.logits)

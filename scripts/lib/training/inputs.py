@@ -1,6 +1,6 @@
 """What training reads: rows, draft vocabulary, target; and whether they belong together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -91,7 +91,9 @@ def new_drafter(inputs: Inputs, settings: TrainSettings, device: str, feed: Feed
     Without a `feed` nothing is solved from its rows: a checkpoint holds what came of that.
     """
     vocabulary = inputs.vocabulary
-    config = DrafterConfig.from_target(inputs.target.config, len(vocabulary.d2t), inputs.boundaries, settings.fc_norm, settings.norm_output)
+    like = DrafterConfig.from_target(inputs.target.config, len(vocabulary.d2t), inputs.boundaries)
+    width = settings.intermediate_size or like.intermediate_size
+    config = replace(like, intermediate_size=width, fc_norm=settings.fc_norm, norm_output=settings.norm_output)
     drafter = Drafter(config, vocabulary.d2t, vocabulary.t2d).float()
     initialise(drafter, settings.seed)
     if settings.start_from:

@@ -29,14 +29,15 @@ class Sizes:
     draft_vocabulary: int
 
     @classmethod
-    def of(cls, target: Mapping[str, Any], draft_vocabulary: int) -> "Sizes":
-        """Those of a drafter for the target whose `config.json` says `target`."""
+    def of(cls, target: Mapping[str, Any], draft_vocabulary: int, intermediate: int | None = None) -> "Sizes":
+        """Those of a drafter for the target whose `config.json` says `target`; its own `intermediate` size if it has one."""
         text = target.get("text_config", target)
         heads = text["num_attention_heads"]
         head_dim = text.get("v_head_dim") or text.get("head_dim") or text["hidden_size"] // heads
         groups = text.get("num_key_value_heads", heads)
         whole = text["vocab_size"]
-        return cls(text["hidden_size"], text["intermediate_size"], heads, groups, head_dim, whole, min(draft_vocabulary, whole))
+        inner = intermediate or text["intermediate_size"]
+        return cls(text["hidden_size"], inner, heads, groups, head_dim, whole, min(draft_vocabulary, whole))
 
     @property
     def weights(self) -> int:

@@ -54,6 +54,7 @@ REQUESTS: dict[str, Any] = {
     "patience": 60,
     "retries": 4,
     "window": 8192,
+    "gather": 0.5,
     "stop_at": {"truncated": 1.0, "empty": 0.0, "failed": 0.0},
 }
 

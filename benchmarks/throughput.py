@@ -31,7 +31,7 @@ from scripts.lib.ground.files import canonical
 from scripts.lib.ground.manifest import checked_shard, read_manifest
 
 DECODING = re.compile(r"Decode batch.*#running-req: (\d+).*gen throughput \(token/s\): ([\d.]+)")
-FULL = 0.97  # of the places: the server's log line counts the requests that run at that moment
+FULL = 0.9  # of the places: the line in the log counts those that run at that moment, and stage generate refills a sixteenth at a time
 
 
 def main() -> None:
@@ -66,6 +66,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--server-python", default=sys.executable)
     parser.add_argument("--concurrency", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--gather", type=float, default=0.5, help="runtime.requests.gather of the stage")
     parser.add_argument("--bench-prompts", type=int, default=4000, help="of bench_serving, which is read for its full phase only")
     parser.add_argument("--only", default="bare_loop,generate,bench_serving")
     return parser.parse_args()
@@ -127,11 +128,12 @@ def stage(arguments: argparse.Namespace) -> dict[str, Any]:
         "dtype": "bfloat16",
         "max_tokens": {"short": arguments.max_tokens, "long": arguments.max_tokens},
     }
+    asking = {"concurrency": {"short": arguments.concurrency, "long": arguments.concurrency}, "gather": arguments.gather}
     runtime = {
         "device": "cuda",
         "threads": 1,
         "server": {"tp": 1, "dp": 1, "urls": [arguments.url]},
-        "requests": defaults()["runtime"]["requests"] | {"concurrency": {"short": arguments.concurrency, "long": arguments.concurrency}},
+        "requests": defaults()["runtime"]["requests"] | asking,
     }
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results" / "throughput" / "responses" / "prompts" / "manifest.json"

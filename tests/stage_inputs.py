@@ -26,6 +26,7 @@ REQUESTS: dict[str, Any] = {
     "concurrency": {"short": 4, "long": 2},
     "timeout": 5.0,
     "patience": 5.0,
+    "gather": 0.2,
     "retries": 2,
     "window": 4,
     "stop_at": {"truncated": 1.0, "empty": 1.0, "failed": 1.0},

@@ -1,10 +1,12 @@
 """What keeps finished answers on disk through any kill, and how many requests are in flight."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts.lib.generation.gathering import Gathering
 from scripts.lib.generation.policy import Policy, Slots
 from scripts.lib.generation.segments import Segments
 from scripts.lib.ground.errors import StageError
@@ -79,3 +81,46 @@ def test_overload_and_outages_are_not_the_requests_fault() -> None:
     assert not policy.gives_up("overload", 1000) and not policy.gives_up("server_gone", 1000)
     assert [policy.gives_up("timeout", times) for times in (2, 3)] == [False, True]
     assert policy.gives_up("refused", 1) and not policy.gives_up("server_lost", 10) and policy.gives_up("server_lost", 11)
+
+
+def test_free_places_are_filled_together_or_when_the_first_has_waited_enough() -> None:
+    async def run() -> None:
+        gathering, filled = Gathering(1000.0), []
+
+        async def place(size: int) -> None:
+            await gathering.wait(size)
+            filled.append(size)
+
+        async with asyncio.TaskGroup() as group:
+            for before, after in ((0, 0), (0, 0), (0, 0), (0, 4), (4, 4)):
+                assert len(filled) == before
+                group.create_task(place(4))
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert len(filled) == after
+            group.create_task(place(1))
+            await asyncio.sleep(0)
+            assert filled[4:] == [1] and gathering.alarm is not None
+            gathering.release()  # what the alarm calls
+        assert filled[5:] == [4] and gathering.alarm is None
+
+    asyncio.run(run())
+
+
+def test_a_place_that_is_given_up_holds_nobody_back() -> None:
+    async def run() -> None:
+        gathering = Gathering(10.0)
+        given_up = asyncio.create_task(gathering.wait(2))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait_for(gathering.wait(2), 1)
+        assert gathering.alarm is None and not gathering.free
+
+    asyncio.run(run())
+
+
+def test_places_refilled_at_a_time_follow_what_is_allowed() -> None:
+    slots = Slots(512)
+    assert slots.together == 32
+    slots.shrink(0.0)
+    assert slots.together == 24 and Slots(8).together == 0

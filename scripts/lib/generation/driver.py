@@ -15,6 +15,7 @@ from scripts.lib.generation.client import Client, FailureError
 from scripts.lib.generation.conversation import Conversation
 from scripts.lib.generation.dialects import MAX_SEED, Answer, Question
 from scripts.lib.generation.expectation import Expectation, length_class
+from scripts.lib.generation.gathering import Gathering
 from scripts.lib.generation.intake import Opened
 from scripts.lib.generation.observing import Observer
 from scripts.lib.generation.outcome import Outcome
@@ -53,6 +54,7 @@ class Driver:
     def __post_init__(self) -> None:
         self.slots = {partition: Slots(most) for partition, most in self.policy.concurrency.items()}
         self.backlog = Backlog(self.slots, low=max(self.policy.window // 2, 2 * max(self.policy.concurrency.values())))
+        self.gathering = {partition: Gathering(self.policy.gather) for partition in self.slots}
         self.expectation = Expectation()
         self.clock = asyncio.get_running_loop().time
 
@@ -96,7 +98,7 @@ class Driver:
 
     async def _work(self, partition: str, slot: int) -> None:
         """Ask for one turn after the other."""
-        while (pending := await self.backlog.take(partition, slot)) is not None:
+        while (pending := await self._next_turn(partition, slot)) is not None:
             question = self._question(pending)
             if question is None:
                 self.backlog.done()
@@ -110,6 +112,11 @@ class Driver:
                 self._failed(pending, failure, self.clock() - start)
             else:
                 self._answered(pending, question, answer, self.clock() - start)
+
+    async def _next_turn(self, partition: str, slot: int) -> Pending | None:
+        """The turn for a slot that became free, None when all is done."""
+        await self.gathering[partition].wait(self.slots[partition].together)
+        return await self.backlog.take(partition, slot)
 
     def _question(self, pending: Pending) -> Question | None:
         """The request for the next turn, None once it is rejected because the target cannot take it."""

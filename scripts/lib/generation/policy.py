@@ -8,6 +8,7 @@ LOST_TIMES = 10  # a request that was in flight in so many crashes is likely the
 UNCOUNTED = ("overload", "server_gone")  # the server's state, not the request's: goes on until `patience` ends
 ONE_OVERLOAD = 1.0  # seconds
 SLEEP_SECONDS = (0.5, 60.0)  # before the first repetition, and at most
+GATHERED = 16  # with one part in 16 free, one in 32 idles: about what interruptions still cost
 
 
 @dataclass(frozen=True)
@@ -15,8 +16,9 @@ class Policy:
     """`concurrency` is the number of requests in flight by partition, over all servers.
 
     `timeout` and `patience` are seconds: of one request, and without any answer from any server. A request is sent
-    at most 1 + `retries` times. `window` is the number of rows among which the longest go first. `stop_at` is the largest
-    share of turns that may end in each way before the stage stops.
+    at most 1 + `retries` times. `window` is the number of rows among which the longest go first. A free place waits up to `gather`
+    seconds for others, until a `GATHERED` part of all is free. `stop_at` is the largest share of turns that may end in each way before
+    the stage stops.
     """
 
     concurrency: Mapping[str, int]
@@ -24,6 +26,7 @@ class Policy:
     patience: float
     retries: int
     window: int
+    gather: float
     stop_at: Mapping[str, float]
 
     @classmethod
@@ -55,6 +58,11 @@ class Slots:
     def admits(self, number: int) -> bool:
         """Whether slot `number` (from 0) may be used now."""
         return number < self.allowed
+
+    @property
+    def together(self) -> int:
+        """How many are to be filled at a time."""
+        return int(self.allowed) // GATHERED
 
     def shrink(self, now: float) -> None:
         """A quarter fewer, at least one; the requests that meet the same overload as the first, within a second, count once."""

@@ -1,7 +1,8 @@
-"""States that take fewer bytes: byte planes, fp8 with scales, and reading them row by row.
+"""States that take fewer bytes: byte planes, fp8, and reading them row by row.
 
 A bfloat16 has 8 bits of exponent and 8 of sign and fraction. Exponents of one layer differ little, so that zstd's entropy coder brings
-them to about 2.7 bits; signs and fractions are noise and stay as they are, in a plane of the mapped file. An fp8 state is one plane.
+them to about 2.7 bits; signs and fractions are noise and stay as they are, in a plane of the mapped file. An e4m3 state is one plane.
+Of the multiples of a grid the lowest four bits are noise, the next eight tell much, the four above are nearly always nought.
 
 Shapes: N states of a shard (tokens, or final states), L layers (1 for final states), H hidden size, n states of one row.
 """
@@ -17,39 +18,15 @@ import pyarrow
 import torch
 from torch import Tensor
 
+from scripts.lib.states.rounding import dequantised, off_grid, on_grid, quantised
 from scripts.lib.states.storing import Storing
 
 LEVEL = 1  # higher levels find chance repetitions, which cost more than the entropy coder gains
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
 BLOCK = 2**17  # numbers that are decoded at a time: they stay in the cache
-SERIAL = 2**15 - 1  # the same for torch, which takes further threads for more: rows are decoded in several threads already
-HALF_BITS = -0x4080  # of an e4m3 whose sign was extended: bit 14 goes
 SIGN_AND_FRACTION = -0x7F81  # of a fraction plane whose sign was extended: bits 7 to 14 go
-
-
-def quantised(states: Tensor) -> tuple[Tensor, Tensor]:
-    """`states` bf16 [N, L, H] as e4m3 [N, L, H] and scales f32 [N, L].
-
-    A scale per token and layer: the first tokens of a text are orders of magnitude larger than all others.
-    """
-    scales = states.abs().amax(-1).float() / LARGEST
-    return (states.float() / scales[..., None]).to(FP8), scales
-
-
-def dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    """bf16 [n, L, H] of e4m3 `values` [n, L, H] and `scales` f32 [n, L].
-
-    The bits of an e4m3, moved to their places in a float16, are that of 2^-8 times its value: several times quicker than torch's
-    conversion, a number at a time. The product is the same to the last bit, as powers of two are exact.
-    """
-    bits, result = values.view(torch.int8), torch.empty(values.shape, dtype=torch.bfloat16)
-    step = max(SERIAL // max(values[0].numel(), 1), 1) if len(values) else 1
-    for start in range(0, len(values), step):
-        block = slice(start, start + step)
-        halves = bits[block].to(torch.int16).bitwise_left_shift_(7).bitwise_and_(HALF_BITS).view(torch.float16)
-        result[block] = halves.float().mul_(scales[block, ..., None] * 2**8)
-    return result
+CENTRE = 2**11  # added to multiples of a grid: those nearer to nought have no bit above the lowest twelve
+LOWEST = 0x0F
+HIGH_PLANES = 2  # of multiples of a grid
 
 
 def planes(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,8 +49,30 @@ def joined(exponents: Tensor, fractions: Tensor) -> Tensor:
     return torch.from_numpy(result).view(torch.bfloat16)
 
 
-def compressed(plane: Tensor, borders: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """`plane` u8 [N, L, H] as frames u8 [bytes], one for each stretch of states between `borders`, and their offsets i64 [R + 1].
+def split_multiples(multiples: Tensor) -> tuple[Tensor, Tensor]:
+    """Planes u8 [N, 2, H] of the upper bits of `multiples` i16 [N, H] of a grid, and u8 [N, H / 2] of their lowest four, two in a byte."""
+    centred = multiples + CENTRE
+    lowest = (centred & LOWEST).to(torch.uint8)
+    half = lowest.shape[1] // 2
+    upper = torch.stack([centred >> 4 & 0xFF, centred >> 12 & LOWEST], 1).to(torch.uint8)
+    return upper, lowest[:, :half] | lowest[:, half:] << 4
+
+
+def joined_multiples(upper: Tensor, lowest: Tensor) -> Tensor:
+    """The multiples i16 [n, H] of two `split_multiples`, in numpy for the sake of `joined`."""
+    middle, top = upper.numpy().transpose(1, 0, 2)
+    pairs, half = lowest.numpy(), lowest.shape[1]
+    result = np.empty((len(pairs), 2 * half), np.int16)
+    result[:, :half], result[:, half:] = pairs & LOWEST, pairs >> 4
+    result |= np.left_shift(middle, 4, dtype=np.int16)
+    if top.any():
+        result |= np.left_shift(top, 12, dtype=np.int16)
+    result -= CENTRE
+    return torch.from_numpy(result)
+
+
+def compressed(plane: Tensor, borders: Sequence[int]) -> dict[str, Tensor]:
+    """`plane` u8 [N, L, H] as `frames` u8 [bytes], one for each stretch of states between `borders`, and their `offsets` i64 [R + 1].
 
     A frame holds one layer after the other, since layers differ in scale. Frames are made in as many threads as torch has.
     """
@@ -85,7 +84,7 @@ def compressed(plane: Tensor, borders: Sequence[int]) -> tuple[Tensor, Tensor]:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         frames = list(pool.map(frame, pairwise(borders)))
     lengths = torch.tensor([0, *map(len, frames)], dtype=torch.int64)
-    return torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8), lengths.cumsum(0)
+    return {"frames": torch.frombuffer(bytearray(b"".join(frames)), dtype=torch.uint8), "offsets": lengths.cumsum(0)}
 
 
 def encoded(name: str, states: Tensor, borders: Sequence[int], storing: Storing) -> dict[str, Tensor]:
@@ -93,21 +92,36 @@ def encoded(name: str, states: Tensor, borders: Sequence[int], storing: Storing)
 
     Equal states give equal bytes with equal versions of pyarrow, whose zstd it is.
     """
-    plain = states.contiguous()
-    fp8 = storing.dtype == "fp8" and name == "aux"
-    parts: dict[str, Tensor] = {}
-    if fp8:
-        plain, parts[f"{name}.scales"] = quantised(plain)
-    if storing.compression == "none":
-        return {name: plain, **parts}
-    shape = plain.shape if plain.dim() == 3 else (len(plain), 1, plain.shape[1])
-    if fp8:
-        plane = plain.view(torch.uint8)
-        parts[f"{name}.shape"] = torch.tensor(shape)
+    if storing.dtype == "bfloat16":
+        parts = exact(states, borders, storing)
     else:
-        plane, parts[f"{name}.fractions"] = planes(plain)
-    parts[f"{name}.frames"], parts[f"{name}.offsets"] = compressed(plane.view(shape), borders)
-    return parts
+        parts = (e4m3 if states.dim() == 3 else gridded)(states, borders, storing)
+    return {f"{name}.{part}" if part else name: tensor for part, tensor in parts.items()}
+
+
+def exact(states: Tensor, borders: Sequence[int], storing: Storing) -> dict[str, Tensor]:
+    """Every bit of `states` bf16 [N, L, H] or [N, H]."""
+    if storing.compression == "none":
+        return {"": states}
+    exponents, fractions = planes(states)
+    return {"fractions": fractions, **compressed(exponents if states.dim() == 3 else exponents[:, None], borders)}
+
+
+def e4m3(states: Tensor, borders: Sequence[int], storing: Storing) -> dict[str, Tensor]:
+    """`states` bf16 [N, L, H] in e4m3."""
+    values, scales = quantised(states)
+    if storing.compression == "none":
+        return {"": values, "scales": scales}
+    return {"scales": scales, "shape": torch.tensor(values.shape), **compressed(values.view(torch.uint8), borders)}
+
+
+def gridded(states: Tensor, borders: Sequence[int], storing: Storing) -> dict[str, Tensor]:
+    """`states` bf16 [N, H] on a grid, which makes them compress: without compression they are bfloat16 numbers as before."""
+    multiples, steps = on_grid(states)
+    if storing.compression == "none":
+        return {"": off_grid(multiples, steps)}
+    upper, lowest = split_multiples(multiples)
+    return {"steps": steps, "lowest": lowest, **compressed(upper, borders)}
 
 
 @dataclass(frozen=True)
@@ -116,28 +130,37 @@ class Encoding:
 
     shape: tuple[int, ...]
     borders: Sequence[int]
-    scales: Tensor | None
     values: Tensor | None
+    scales: Tensor | None
     fractions: Tensor | None
+    steps: Tensor | None
+    lowest: Tensor | None
     frames: Tensor | None
     offsets: Sequence[int]
 
     def row(self, number: int) -> Tensor:
         """bf16 [n, …] of row `number`."""
-        start, end = self.borders[number], self.borders[number + 1]
-        if self.frames is None:
-            assert self.values is not None and self.scales is not None
-            return dequantised(self.values[start:end], self.scales[start:end])
-        layers = self.shape[1] if len(self.shape) == 3 else 1
-        frame = self.frames[self.offsets[number] : self.offsets[number + 1]].numpy()
-        size = (end - start) * layers * self.shape[-1]
-        plain = pyarrow.Codec("zstd").decompress(pyarrow.py_buffer(frame), decompressed_size=size)
-        plane = torch.from_numpy(np.frombuffer(plain, np.uint8)).view(layers, end - start, self.shape[-1]).transpose(0, 1)
-        plane = plane if len(self.shape) == 3 else plane[:, 0]
+        row = slice(self.borders[number], self.borders[number + 1])
+        if self.values is not None:
+            assert self.scales is not None
+            return dequantised(self.values[row], self.scales[row])
         if self.scales is not None:
-            return dequantised(plane, self.scales[start:end])
+            return dequantised(self.frame(number, self.shape[1]), self.scales[row])
+        if self.steps is not None:
+            assert self.lowest is not None
+            return off_grid(joined_multiples(self.frame(number, HIGH_PLANES), self.lowest[row]), self.steps[row])
         assert self.fractions is not None
-        return joined(plane, self.fractions[start:end])
+        exponents = self.frame(number, self.shape[1] if len(self.shape) == 3 else 1)
+        return joined(exponents.view(-1, *self.shape[1:]), self.fractions[row])
+
+    def frame(self, number: int, layers: int) -> Tensor:
+        """u8 [n, `layers`, H] of the frame of row `number`."""
+        assert self.frames is not None
+        count = self.borders[number + 1] - self.borders[number]
+        frame = self.frames.numpy()[self.offsets[number] : self.offsets[number + 1]]
+        plain = pyarrow.Codec("zstd").decompress(pyarrow.py_buffer(frame), decompressed_size=count * layers * self.shape[-1])
+        by_layer = np.frombuffer(plain, np.uint8).reshape(layers, count, self.shape[-1])
+        return torch.from_numpy(by_layer.transpose(1, 0, 2))
 
 
 @dataclass(frozen=True)

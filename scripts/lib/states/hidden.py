@@ -30,10 +30,10 @@ from scripts.lib.states.reuse import Earlier, write_table
 from scripts.lib.states.rows import SPLITS, ShardPlan, TokenRow, digest, plan_shards
 from scripts.lib.states.served import ServedEngine, Serving
 from scripts.lib.states.settings import HiddenSettings
+from scripts.lib.targets.named import named
 
 MOST_UNLIKE = 0.05  # of greedily written tokens: servers batch and round otherwise, a shift by one leaves nearly nothing alike
 ROLLING = "rolling"
-TARGET_FACTS = ("source", "revision", "version", "member", "wheel_sha256", "chat_template_sha256")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -231,8 +231,7 @@ def facts(job: Job, dump: Dump) -> dict[str, Any]:
     Of shards that a training dumps the code is named too, since it alone ties the drafter to how its states were made.
     """
     settings, target = dump.settings, read_manifest(job.input("target"), "target")
-    known = {name: target.facts[name] for name in TARGET_FACTS if name in target.facts}
-    known |= {f"{shard.name}_sha256": shard.sha256 for shard in target.shards if shard.name in TOKENIZER_FILES}
+    known = named(target) | {f"{shard.name}_sha256": shard.sha256 for shard in target.shards if shard.name in TOKENIZER_FILES}
     result: dict[str, Any] = {
         "boundaries": list(dump.writer.boundaries),
         "num_layers": dump.shape.layers,

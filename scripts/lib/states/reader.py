@@ -22,6 +22,7 @@ DTYPES = {
     "argmax": torch.int32,
     "loss_spans": torch.int64,
 }
+ENCODINGS = ({"values", "scales"}, {"scales", "frames"}, {"fractions", "frames"}, {"steps", "lowest", "frames"})
 REMEDY = "delete this file and the manifest.json beside it and run again to rebuild stage hidden"
 
 
@@ -53,21 +54,32 @@ def opened(tensors: Mapping[str, Tensor], ids: tuple[str, ...]) -> HiddenShard:
 
 def states_of(name: str, tensors: Mapping[str, Tensor], borders: list[int]) -> States:
     """The states called `name`: the tensor itself, or how to decode its parts, which `encoded` made."""
-    parts = {part: tensors.get(f"{name}.{part}") for part in ("scales", "fractions", "frames", "offsets", "shape")}
-    values = tensors.get(name)
-    if parts["scales"] is None and parts["frames"] is None:
+    parts = {part: tensors.get(f"{name}.{part}") for part in ("scales", "fractions", "steps", "lowest", "frames")}
+    present = {part for part, tensor in parts.items() if tensor is not None} | ({"values"} if name in tensors else set())
+    if present == {"values"}:
         return tensors[name]
-    if parts["shape"] is not None:
-        shape = tuple(parts["shape"].tolist())
-    else:
-        shape = tuple((tensors[name] if parts["frames"] is None else tensors[f"{name}.fractions"]).shape)
-    frames, scales = parts["frames"], parts["scales"]
+    if present not in ENCODINGS:
+        raise ValueError(f"{name} is made of {sorted(present) or 'nothing'}, which is no way to store states")
+    shape = shape_of(name, tensors)
+    frames = parts["frames"]
     offsets = [] if frames is None else tensors[f"{name}.offsets"].tolist()
     if frames is not None and (len(offsets) != len(borders) or offsets[-1] != len(frames) or sorted(offsets) != offsets):
         raise ValueError(f"{name}.offsets do not cut {len(frames)} bytes into {len(borders) - 1} rows")
-    if scales is not None and scales.shape != shape[:2]:
-        raise ValueError(f"{name}.scales are {list(scales.shape)} for states {list(shape)}")
-    return EncodedStates(Encoding(shape, borders, scales, values, parts["fractions"], frames, offsets), 0, shape[0])
+    for part, dimensions in (("scales", 2), ("steps", 1)):
+        factors = parts[part]
+        if factors is not None and factors.shape != shape[:dimensions]:
+            raise ValueError(f"{name}.{part} are {list(factors.shape)} for states {list(shape)}")
+    return EncodedStates(Encoding(shape, borders, tensors.get(name), **parts, offsets=offsets), 0, shape[0])
+
+
+def shape_of(name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """The shape of the states called `name`, as one of their parts tells it. Raises KeyError when none does."""
+    if f"{name}.shape" in tensors:
+        return tuple(tensors[f"{name}.shape"].tolist())
+    if f"{name}.lowest" in tensors:
+        count, pairs = tensors[f"{name}.lowest"].shape
+        return count, 2 * pairs
+    return tuple(tensors[name if name in tensors else f"{name}.fractions"].shape)
 
 
 def contradiction(shard: HiddenShard) -> str | None:

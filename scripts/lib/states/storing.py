@@ -10,14 +10,15 @@ DTYPES = ("bfloat16", "fp8")
 COMPRESSIONS = ("none", "lossless")
 LAYERS = 3
 SCALE_BYTES = 4
-# What is left of a number's bytes: measured on the states of SmolLM2-135M (0.69 and 0.86, docs/measurements.md), rounded up.
-LEFT = {("bfloat16", "none"): 1.0, ("bfloat16", "lossless"): 0.7, ("fp8", "none"): 1.0, ("fp8", "lossless"): 0.88}
-WIDTH = {"bfloat16": 2, "fp8": 1}
+# Bytes of a number: of aux states 2 and 1 when not compressed, of final ones 2. What compression leaves was measured on the states of
+# SmolLM2-135M (docs/measurements.md), and is rounded up.
+AUX_WIDTH = {("bfloat16", "none"): 2.0, ("bfloat16", "lossless"): 1.4, ("fp8", "none"): 1.0, ("fp8", "lossless"): 0.88}
+FINAL_WIDTH = {("bfloat16", "none"): 2.0, ("bfloat16", "lossless"): 1.4, ("fp8", "none"): 2.0, ("fp8", "lossless"): 1.0}
 
 
 @dataclass(frozen=True)
 class Storing:
-    """`dtype` of the aux states; the final states, which teach, always stay bfloat16. `compression` changes no value."""
+    """`dtype` fp8 is e4m3 for the aux states, and an even grid for the final ones, which teach. `compression` changes no value."""
 
     dtype: str = "bfloat16"
     compression: str = "none"
@@ -25,11 +26,12 @@ class Storing:
     def token_bytes(self, hidden_size: int) -> float:
         """Bytes of one token's aux states: 6H in plain bfloat16."""
         scales = LAYERS * SCALE_BYTES if self.dtype == "fp8" else 0
-        return LAYERS * hidden_size * WIDTH[self.dtype] * LEFT[self.dtype, self.compression] + scales
+        return LAYERS * hidden_size * AUX_WIDTH[self.dtype, self.compression] + scales
 
     def teacher_bytes(self, hidden_size: int) -> float:
-        """Bytes of one final state: 2H when it is not compressed."""
-        return hidden_size * WIDTH["bfloat16"] * LEFT["bfloat16", self.compression]
+        """Bytes of one final state: 2H when it is not compressed. Only a compressed one needs the step of its grid beside it."""
+        step = SCALE_BYTES if (self.dtype, self.compression) == ("fp8", "lossless") else 0
+        return hidden_size * FINAL_WIDTH[self.dtype, self.compression] + step
 
     def state_bytes(self, tokens: float, teachers: float, hidden_size: int) -> float:
         """Bytes of the states of `tokens`, of which `teachers` have a final state."""

@@ -1,9 +1,12 @@
 """What measuring costs: the same prompts through a benchmark cell's client and through a bare loop, against the same server.
 
-`python -m benchmarks.harness` on a stub that writes a token every few milliseconds, or with
-`--target DIR --prepared MANIFEST --python INTERPRETER --device cuda [--flag=--mem-fraction-static --flag=0.5 …]` on a real server.
+`python -m benchmarks.harness` on a stub that writes a token every few milliseconds; with `--python INTERPRETER [--device cuda]
+[--flag=--mem-fraction-static --flag=0.5 …]` on a real server of a tiny target, the fastest one there is, which a client can slow down most;
+or with `--target DIR --prepared MANIFEST` besides, of another one.
 The bare loop is threads that post a prompt and read its answer, which is streamed too, to the end without looking at any piece or clock.
-Both take turns. The last line is JSON: tokens a second of both and by how much the cell's client is slower, at each concurrency.
+Both take turns, so that what else the machine does reaches both. The last line is JSON: at each concurrency the median tokens a second of
+both, by how much the cell's client is slower (the median over turns) with the 95 % interval of that, drawn anew from the turns, and the CPU
+milliseconds that each client took for a token.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -33,6 +37,7 @@ from tests.tiny import save_tiny_target
 
 STUB = Path(__file__).parents[1] / "tests/stub_speculation.py"
 HOST = "127.0.0.1"
+DRAWS = 2000
 
 
 def bare_loop(url: str, load: Load, prompts: Sequence[Prompt]) -> tuple[float, int]:
@@ -67,19 +72,25 @@ def cell_client(url: str, load: Load, prompts: Sequence[Prompt]) -> tuple[float,
 
 
 def compared(url: str, load: Load, prompts: Sequence[Prompt], repeats: int) -> dict[str, float]:
-    """Tokens a second of both, the median of `repeats` runs that take turns, after one of each that is not counted."""
+    """Tokens a second of both in `repeats` runs that take turns, after one of each that is not counted."""
     speeds: dict[str, list[float]] = {"bare": [], "cell": []}
+    busy: dict[str, list[float]] = {"bare": [], "cell": []}
     ways = {"bare": bare_loop, "cell": cell_client}
     for number in range(-1, repeats):
         for name in sorted(ways, reverse=number % 2 == 1):
             get(f"{url}/flush_cache")
+            begin = time.process_time()
             seconds, tokens = ways[name](url, load, prompts)
             if number >= 0:
                 speeds[name].append(tokens / seconds)
-    bare, cell = (statistics.median(speeds[name]) for name in ("bare", "cell"))
-    found = {"bare_tok_s": bare, "cell_tok_s": cell, "slower": 1 - cell / bare}
-    spread = max((max(values) - min(values)) / max(values) for values in speeds.values())
-    return {name: round(value, 4) for name, value in (found | {"spread": spread}).items()}
+                busy[name].append(1000 * (time.process_time() - begin) / tokens)
+    slower = [1 - cell / bare for bare, cell in zip(speeds["bare"], speeds["cell"], strict=True)]
+    draw = random.Random(0)
+    drawn = statistics.quantiles((statistics.median(draw.choices(slower, k=repeats)) for _ in range(DRAWS)), n=40)
+    found = {f"{name}_tok_s": statistics.median(values) for name, values in speeds.items()}
+    found |= {"slower": statistics.median(slower), "from": drawn[0], "to": drawn[-1]}
+    found |= {f"{name}_cpu_ms": statistics.median(values) for name, values in busy.items()}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 @contextlib.contextmanager
@@ -107,9 +118,9 @@ def made_up(template: ChatTemplate, count: int) -> list[Prompt]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=Path, help="a target in HF layout; without it, the stub")
-    parser.add_argument("--prepared", type=Path, help="manifest of a prepared task")
-    parser.add_argument("--python", help="SGLang's interpreter")
+    parser.add_argument("--target", type=Path, help="a target in HF layout; without it, a tiny one")
+    parser.add_argument("--prepared", type=Path, help="manifest of a prepared task, for --target")
+    parser.add_argument("--python", help="SGLang's interpreter; without it, the stub")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--flag", action="append", default=[], help="a further word of the server's command line")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
@@ -127,19 +138,21 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         target = options.target or save_tiny_target(folder / "target", layers=1)
         template = ChatTemplate.load(target)
-        if options.target:
+        if options.prepared:
             found = [prompt for row in prepared_rows(options.prepared) if (prompt := first_turn(row, template))][: options.prompts]
+        else:
+            found = made_up(template, options.prompts)
+        if options.python:
             settings = ServerSettings(python=options.python, device=options.device)
             running = stack.enter_context(server(settings, target, folder / "log", ["--incremental-streaming-output", *options.flag]))
             (url,) = running.urls
         else:
-            found = made_up(template, options.prompts)
             url = stack.enter_context(stub(target, options.seconds))
         results = {}
         for concurrency in options.concurrency:
             load = Load(template, options.max_tokens, concurrency, "first")
             results[f"c{concurrency}"] = compared(url, load, found, options.repeats)
-            print(f"concurrency {concurrency}: {results[f'c{concurrency}']}")
+            print(f"concurrency {concurrency}: {results[f'c{concurrency}']}", flush=True)
     print(json.dumps(results))
 
 

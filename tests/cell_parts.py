@@ -16,6 +16,9 @@ from scripts.lib.ground.stage import Job
 from tests.scripted_drafter import random_drafter
 from tests.tiny import save_tiny_target
 
+# What the manifest of a target says of where it comes from.
+TARGET = {"source": "hub:made/up", "revision": "0123abc"}
+
 
 def write_manifest(folder: Path, stage: str, rows: int = 0, shards: Sequence[Shard] = (), facts: Mapping[str, Any] | None = None) -> Path:
     """A manifest of `rows` rows in `folder`."""
@@ -70,7 +73,7 @@ def write_cell_inputs(root: Path, rows: Sequence[Mapping[str, Any]], trained: Se
     save_drafter(random_drafter(load_target(target, torch.float32, "cpu")), drafter)
     return {
         "drafter": (write_manifest(drafter, "train"),),
-        "target": (write_manifest(target, "target"),),
+        "target": (write_manifest(target, "target", facts=TARGET),),
         "prepared": (write_task(root / "prepared/task", rows),),
         "merged": (write_mix(root / "merged", trained),),
     }

@@ -3,7 +3,7 @@
 With `--speculative-algorithm` a step writes as many tokens as STEPS says in turn, without it one. Environment: STUB_FOLDER, where it notes
 its starts and its requests; STUB_SECONDS of a step; STUB_TOKENS, the ids of any text; STUB_FAULT: `idle` accepts nothing, `uncounted` tells
 no steps, `differs` writes another third token, which the target likes by STUB_GAP less, `dies` at the request of number STUB_REQUESTS,
-`aborts` that one instead, `slower` reports another dtype.
+`aborts` that one instead, `slower` reports another dtype, `crowded` finds no memory.
 """
 
 # ruff: noqa: T201
@@ -140,6 +140,8 @@ def main():
     if "-c" in sys.argv:
         print(json.dumps({"sglang": "0.5.17", "torch": "2.11.0"}))
         return
+    if FAULT == "crowded":
+        sys.exit("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
     with (FOLDER / "starts").open("a") as file:
         file.write("v" if SPECULATIVE else "b")
     ThreadingHTTPServer.request_queue_size = 128

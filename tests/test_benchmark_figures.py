@@ -155,3 +155,16 @@ def test_a_tree_of_drafts_and_what_it_is_verified_with():
 def test_ngram_drafts_as_far_as_its_tokens_go():
     ngram = replace(SETTINGS, algorithm="NGRAM", drafter=None, draft_steps=None)
     assert (ngram.ceiling, ngram.verified) == (12, 12)
+    assert variant_flags(ngram, on_cpu=False, drafter=None)[3:] == [
+        *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "12")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "remedy"), [("EAGLE3", "layers, d2t"), ("STANDALONE", "text like the target's"), ("NGRAM", "repeat")]
+)
+def test_drafts_that_are_never_accepted_are_noted_with_what_to_do(algorithm, remedy):
+    settings = replace(SETTINGS, algorithm=algorithm, draft_steps=None if algorithm == "NGRAM" else 3)
+    cell = cell_figures(settings, Measured([[pair(answer(tokens=11, steps=10))]], [(2.0, 1.0)]))
+    assert (cell["accept_length"], cell["topk"]) == (1.0, None if algorithm == "NGRAM" else 1)
+    assert any(remedy in note for note in notes(cell))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -139,9 +140,52 @@ def test_no_prompt_comes_twice_in_a_pass_and_the_cache_is_flushed(served, tmp_pa
 def test_cells_of_one_configuration_share_their_servers(served, tmp_path):
     for concurrency in (8, 2, 4):
         run(served(concurrency=concurrency, variant={"prompts": 4}), benchmark)
-    assert (tmp_path / "starts").read_text() == "bv"
+    assert (tmp_path / "starts").read_text() == "vb"
     run(served(variant={"prompts": 4, "draft_steps": 1, "draft_tokens": 2}, variant_name="shorter"), benchmark)
-    assert (tmp_path / "starts").read_text() == "bvv", "the target alone stays, as its flags do"
+    assert (tmp_path / "starts").read_text() == "vbv", "the target alone stays, as its flags do"
+
+
+def one_by_one(job):
+    """The job with one server at a time."""
+    return replace(job, runtime={**job.runtime, "server": {**job.runtime["server"], "side_by_side": False}})
+
+
+def test_one_server_at_a_time(served, tmp_path):
+    """Two copies of a large target do not fit beside each other; the next cell begins with the server that is up."""
+    fault = {"STUB_FAULT": "differs"}
+    together, apart = served(repeats=2, environment_more=fault), one_by_one(served(repeats=2, variant_name="apart", environment_more=fault))
+    run(together, benchmark)
+    whole = read_cell(together)
+    run(apart, benchmark)
+    cell = read_cell(apart)
+    assert (tmp_path / "starts").read_text() == "vb" + "vb", "the one with drafts first: what is wrong with it shows before all is measured"
+    assert (cell["server"]["side_by_side"], whole["server"]["side_by_side"]) == (False, True)
+    assert [cell[name] for name in ("prompts", "completion_tokens", "verify_steps")] == [
+        whole[name] for name in ("prompts", "completion_tokens", "verify_steps")
+    ]
+    assert (cell["near_tie"] + cell["different"], cell["uncompared"], len(cell["repeats"])) == (7, 1, 2)
+    run(one_by_one(served(concurrency=4, environment_more=fault)), benchmark)
+    assert (tmp_path / "starts").read_text() == "vb" + "vb" + "v", "the target alone was up still"
+
+
+def test_one_server_at_a_time_is_not_started_again_by_a_resumed_cell(served, tmp_path, monkeypatch):
+    job = one_by_one(served())
+    with monkeypatch.context() as patched:
+        patched.setattr("scripts.lib.benchmark.served.judged", lambda *_: (_ for _ in ()).throw(StageError("killed")))
+        with pytest.raises(StageError, match="killed"):
+            run(job, benchmark)
+    before = [(tmp_path / way).read_text() for way in ("baseline", "variant")]
+    run(job, benchmark)
+    assert (tmp_path / "starts").read_text() == "vb"
+    assert [(tmp_path / way).read_text() for way in ("baseline", "variant")] == before, "nothing is asked again"
+    assert read_cell(job)["server"]["command"].count("--speculative-algorithm") == 1
+
+
+def test_two_servers_that_do_not_fit_beside_each_other_say_what_to_do(served):
+    with pytest.raises(StageError, match=r"ends with: RuntimeError: Not enough memory.*set runtime\.server\.side_by_side to false"):
+        run(served(environment_more={"STUB_FAULT": "crowded"}), benchmark)
+    with pytest.raises(StageError, match=r"ends with: RuntimeError: Not enough memory.*change algorithm, attention_backend or flags"):
+        run(one_by_one(served(environment_more={"STUB_FAULT": "crowded"})), benchmark)
 
 
 def test_an_algorithm_without_a_drafter_is_a_row_too(served, inputs, tmp_path):
@@ -149,6 +193,7 @@ def test_an_algorithm_without_a_drafter_is_a_row_too(served, inputs, tmp_path):
     run(replace(job, inputs={**inputs, "drafter": ()}), benchmark)
     cell = read_cell(job)
     assert (cell["algorithm"], cell["drafter"], cell["ceiling"], cell["simulated_accept_length"]) == ("NGRAM", None, 4, None)
+    assert (cell["topk"], cell["cuda_graphs"], [found["name"] for found in cell["findings"]]) == (None, None, ["server_silent"])
     assert "--speculative-num-steps" not in cell["server"]["command"]
 
 
@@ -215,3 +260,37 @@ def test_what_was_measured_before_a_fault_is_kept(served, tmp_path, monkeypatch,
 def test_a_server_that_does_not_start_says_why(served):
     with pytest.raises(StageError, match=r"servers/\w+\.log: the server died with code \d+ before it was healthy; its log ends with:"):
         run(served(variant={"flags": ["--host", "no.such.host.invalid"]}), benchmark)
+
+
+def test_a_hub_drafter_is_served_from_the_cache(served, inputs, tmp_path, monkeypatch):
+    """With a pinned revision no network is asked for what is there."""
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / f"hub/models--made--up/snapshots/{revision}"
+    shutil.copytree(inputs["drafter"][0].parent, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub = {"drafter": "hub:made/up", "revision": revision, "prompts": 2}
+    job = served(variant=hub)
+    run(replace(job, inputs={**inputs, "drafter": ()}), benchmark)
+    cell = read_cell(job)
+    assert cell["server"]["command"][cell["server"]["command"].index("--speculative-draft-model-path") + 1] == str(snapshot)
+    assert (cell["drafter"], cell["simulated_accept_length"]) == ("hub:made/up", None)
+    other = served(variant=hub | {"revision": revision[::-1]}, variant_name="other")
+    with pytest.raises(StageError, match=r"drafter hub:made/up at 7654\w+: .*check the id, the revision and the network"):
+        run(replace(other, inputs={**inputs, "drafter": ()}), benchmark)
+
+
+def test_a_whole_model_drafts_where_its_vocabulary_is_the_targets(served, inputs, tmp_path):
+    target = inputs["target"][0].parent
+    standalone = {"algorithm": "STANDALONE", "drafter": f"path:{target}", "prompts": 2}
+    job = served(variant=standalone)
+    run(replace(job, inputs={**inputs, "drafter": ()}), benchmark)
+    cell = read_cell(job)
+    assert (cell["algorithm"], cell["ceiling"], cell["simulated_accept_length"]) == ("STANDALONE", 3, None)
+    assert [found["name"] for found in cell["findings"]] == ["server_silent"], "it reads no states of the target"
+    other = tmp_path / "other"
+    shutil.copytree(target, other)
+    (other / "config.json").write_text((target / "config.json").read_text().replace('"vocab_size": ', '"vocab_size": 1'))
+    wrong = served(variant=standalone | {"drafter": f"path:{other}"}, variant_name="other")
+    with pytest.raises(StageError, match=r"other_target: vocab_size is \d+, the target's"):
+        run(replace(wrong, inputs={**inputs, "drafter": ()}), benchmark)

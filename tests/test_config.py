@@ -103,6 +103,13 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             "benchmark.variants.chain4.draft_tokens: missing (with topk above 1",
         ),
         (
+            lambda c: (
+                c["runtime"].update(device="cuda"),
+                c["benchmark"]["variants"]["chain4"].update(engine="sglang", topk=4, draft_tokens=8),
+            ),
+            "benchmark.variants.chain4.attention_backend: missing (for a tree",
+        ),
+        (
             lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", draft_tokens=8),
             "benchmark.variants.chain4.draft_tokens: a chain of 4 drafts is verified with 5 tokens",
         ),

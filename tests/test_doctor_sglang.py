@@ -1,7 +1,10 @@
 """The doctor on the real SGLang: a server as meant is sound, and one that was started as EAGLE is named twice over."""
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from scripts.lib.benchmark.judging import next_token
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.doctor.preflight import preflight
 from scripts.lib.doctor.served import after_start, canary, ceiling_of
@@ -27,5 +30,16 @@ def test_eagle_for_eagle3_starts_without_a_word_and_is_named_before_and_after(sg
         (url,) = running.urls
         assert [finding.name for finding in after_start(url, run.target, run.drafter, "EAGLE3", run.flags)] == ["server_differs"]
         assert after_start(url, run.target, run.drafter, "EAGLE", run.flags) == []
-        found = canary(url, questions(ChatTemplate.load(run.target)), ceiling_of(url))
+        asked = questions(ChatTemplate.load(run.target))
+        found = canary(url, asked, ceiling_of(url))
+        best, chances = next_token(url, asked[0], [5, 9])
     assert [finding.name for finding in found] == ["accept_near_one"]
+    logits = first_logits(run.target, asked[0])
+    wanted = [float(logits.max() - logits[token]) for token in (5, 9)]
+    assert [best - chance for chance in chances] == pytest.approx(wanted, abs=0.5), "prefill's token is the target's own"
+
+
+@torch.no_grad()
+def first_logits(target, ids):
+    """What the target alone thinks of the token after `ids`."""
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()(torch.tensor([ids])).logits[0, -1].float()

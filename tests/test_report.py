@@ -159,6 +159,17 @@ def test_a_served_matrix_has_every_plot_and_table(served):
     assert (rows[0]["ttft_p50_ms"], rows[1]["baseline_ttft_p50_ms"], rows[1]["cuda_graphs"]) == ("25.0", "25.0", "true")
 
 
+def test_the_page_says_what_was_measured_and_whether_by_turns(tmp_path):
+    server = {"version": "0.5.23", "command": [], "baseline_command": []}
+    named = {"target": {"source": "hub:org/model", "revision": "0123abc"}, "engine": "sglang"}
+    cells = [cell("a", name, **named, server=server | more) for name, more in {"x": {"side_by_side": False}, "y": {}}.items()]
+    job = publish_run(tmp_path, cells)
+    run(job, report)
+    text = (job.output / "benchmark.md").read_text()
+    assert text.count("- target: revision 0123abc, source hub:org/model.\n") == 1
+    assert "One server at a time (x): all prompts went to one of the two and later to the other" in text
+
+
 @pytest.mark.parametrize(
     "figures",
     [

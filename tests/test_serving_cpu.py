@@ -120,6 +120,18 @@ def test_a_tree_takes_the_branch_that_the_target_takes(kernels):
     assert predicts[[0, 2, 4]].tolist() == [61, 71, 80]
 
 
+def test_ngrams_trees_come_as_masks_alone(kernels):
+    from sgl_kernel.speculative import reconstruct_indices_from_tree_mask
+
+    trees = [built(kernels, [-1, 0, 1], drafts, topk=2) for drafts in ([0, 1, 4, 5], [0, 1, 2, 3])]
+    places, links = torch.zeros(10, dtype=torch.int64), [torch.full((2, 5), -7) for _ in range(3)]
+    reconstruct_indices_from_tree_mask(torch.stack([mask for mask, *_ in trees]).flatten(), torch.tensor([10, 10]), places, *links, 2, 5)
+    assert places.tolist() == [*trees[0][1], *trees[1][1]]
+    assert links[0].flatten().tolist() == list(range(10))
+    for found, kind in zip(links[1:], (1, 2), strict=True):
+        assert found.tolist() == [tree[2][kind][0].tolist() for tree in trees]
+
+
 def test_slots_of_draft_branches(kernels):
     pool = torch.arange(32, dtype=torch.int32).view(2, 16)
     table = kernels.build_draft_decode_metadata_cpu(pool, torch.tensor([1]), torch.tensor([3]), 2, 2, 16)

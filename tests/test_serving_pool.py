@@ -97,6 +97,18 @@ def test_what_the_next_job_does_not_want_ends(kept, target, tmp_path):
     assert starts(tmp_path) == 2
 
 
+def test_a_job_that_wants_one_of_them_gets_the_one_that_runs(kept, target, tmp_path):
+    servers = [wanted(target, tmp_path, share=1.0), wanted(target, tmp_path, "b", share=1.0)]
+    found = []
+    for order in (servers, servers[::-1], servers[:1], servers):
+        with pooled(kept, order, one=True) as lease:
+            found += [server.key for server in lease.servers]
+    assert (found, starts(tmp_path)) == (["a", "a", "a", "a"], 1)
+    with pooled(kept, servers[1:], one=True) as lease:
+        assert [server.key for server in lease.servers] == ["b"]
+    assert starts(tmp_path) == 2
+
+
 def test_servers_end_a_while_after_a_job_that_was_killed(settings, target, tmp_path):
     job = holding(replace(settings, linger=0.3), [wanted(target, tmp_path)])
     servers = pids(tmp_path)

@@ -1,7 +1,10 @@
-"""Every prompt by both servers, in blocks that alternate between them, so that neither has the machine at another time of day."""
+"""Every prompt by both servers, in blocks that alternate between them, so that neither has the machine at another time of day.
+
+Where one of them is up at a time, all blocks go to it, and later all of them to the other.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +16,8 @@ from scripts.lib.benchmark.prompts import Prompt
 from scripts.lib.ground.files import write_json
 from scripts.lib.ground.progress import Progress
 
+BASELINE, VARIANT = "baseline", "variant"  # the target alone, and the target with drafts
+WAYS = (VARIANT, BASELINE)  # what may be misconfigured first
 BLOCK_PROMPTS, BLOCK_ROUNDS = 8, 4
 WARM_TOKENS, WARM_ROUNDS = 32, 2
 
@@ -40,29 +45,76 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Servers:
-    """Where the target alone and the target with drafts answer; `flush` empties the cache of prompts of one of them."""
+class Piece:
+    """Block number `index` of pass `number`, for one server."""
 
-    baseline: str
-    variant: str
-    flush: Callable[[str], None]
+    number: int
+    index: int
+    way: str
 
-    def block(self, load: Load, prompts: Sequence[Prompt], variant_first: bool) -> Block:
-        """Answer `prompts` by both, one after the other."""
-        early = self.side(self.variant, load, prompts) if variant_first else None
-        plain = self.side(self.baseline, load, prompts)
-        return Block(plain, early or self.side(self.variant, load, prompts))
 
-    def side(self, url: str, load: Load, prompts: Sequence[Prompt]) -> Side:
-        """Answer `prompts` by one of them, from an empty cache: what another pass left there would be read for free."""
-        self.flush(url)
-        return Side(*load.run(url, prompts))
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a cell, `repeats` passes over them, and the `folder` that keeps each as soon as a server has answered it."""
 
-    def warm(self, load: Load, prompts: Sequence[Prompt]) -> None:
-        """Let both compile and allocate what batches of every size up to the cell's take."""
-        short = Load(load.template, min(WARM_TOKENS, load.max_tokens), load.concurrency, "first")
-        for url in (self.baseline, self.variant):
-            short.run(url, prompts[: WARM_ROUNDS * load.concurrency])
+    load: Load
+    parts: Sequence[Sequence[Prompt]]
+    repeats: int
+    folder: Path
+
+    @classmethod
+    def of(cls, load: Load, prompts: Sequence[Prompt], repeats: int, folder: Path) -> "Blocks":
+        """Of all `prompts`."""
+        (folder / "partial").mkdir(exist_ok=True)
+        return cls(load, cut(prompts, load.concurrency), repeats, folder)
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces in order; which of the two servers goes first takes turns."""
+        for number in range(self.repeats):
+            for index in range(len(self.parts)):
+                for way in WAYS if (index + number) % 2 else WAYS[::-1]:
+                    yield Piece(number, index, way)
+
+    def path(self, piece: Piece) -> Path:
+        """Where its answers are kept."""
+        return self.folder / "partial" / f"{piece.number:03d}-{piece.index:04d}-{piece.way}.json"
+
+    def left(self) -> list[str]:
+        """The servers that have something left to answer."""
+        missing = {piece.way for piece in self.pieces() if not self.path(piece).exists()}
+        return [way for way in WAYS if way in missing]
+
+    def measure(self, urls: Mapping[str, str], flush: Callable[[str], None]) -> None:
+        """Let the servers of `urls` answer what is left to them; `flush` empties the cache of prompts of one of them.
+
+        Every block starts from an empty cache: what another pass left there would be read for free.
+        """
+        pieces = list(self.pieces())
+        todo = [piece for piece in pieces if not self.path(piece).exists()]
+        size = [len(self.parts[piece.index]) for piece in pieces]
+        progress = Progress(self.folder, sum(size), "answers", sum(size) - sum(len(self.parts[piece.index]) for piece in todo))
+        here = [piece for piece in todo if piece.way in urls]
+        for way in dict.fromkeys(piece.way for piece in here):
+            self.warm(urls[way])
+        for piece in here:
+            flush(urls[piece.way])
+            side = Side(*self.load.run(urls[piece.way], self.parts[piece.index]))
+            write_json(self.path(piece), asdict(side))
+            progress.add(len(side.talks), sum(len(turn.answer.ids) for talk in side.talks for turn in talk))
+
+    def warm(self, url: str) -> None:
+        """Let a server compile and allocate what batches of every size up to the cell's take."""
+        short = Load(self.load.template, min(WARM_TOKENS, self.load.max_tokens), self.load.concurrency, "first")
+        prompts = [prompt for part in self.parts for prompt in part]
+        short.run(url, prompts[: WARM_ROUNDS * self.load.concurrency])
+
+    def read(self) -> list[list[Block]]:
+        """All blocks, by pass, once nothing is left."""
+        sides = {piece: Side.of(json.loads(self.path(piece).read_text())) for piece in self.pieces()}
+        return [
+            [Block(sides[Piece(number, index, BASELINE)], sides[Piece(number, index, VARIANT)]) for index in range(len(self.parts))]
+            for number in range(self.repeats)
+        ]
 
 
 def cut(prompts: Sequence[Prompt], concurrency: int) -> list[Sequence[Prompt]]:
@@ -71,29 +123,3 @@ def cut(prompts: Sequence[Prompt], concurrency: int) -> list[Sequence[Prompt]]:
     count = max(1, len(prompts) // size)
     borders = [len(prompts) * number // count for number in range(count + 1)]
     return [prompts[start:end] for start, end in pairwise(borders)]
-
-
-def measure_blocks(servers: Servers, load: Load, prompts: Sequence[Prompt], repeats: int, folder: Path) -> list[list[Block]]:
-    """All blocks, by pass. Each is kept in `folder` as soon as it is measured, and not measured again by a resumed job."""
-    partial = folder / "partial"
-    partial.mkdir(exist_ok=True)
-    blocks = cut(prompts, load.concurrency)
-    files = [[partial / f"{number:03d}-{index:04d}.json" for index in range(len(blocks))] for number in range(repeats)]
-    done = sum(len(block) for row in files for path, block in zip(row, blocks, strict=True) if path.exists())
-    progress = Progress(folder, repeats * len(prompts), "prompts", done)
-    if done < repeats * len(prompts):
-        servers.warm(load, prompts)
-    for number, row in enumerate(files):
-        for index, (path, part) in enumerate(zip(row, blocks, strict=True)):
-            if not path.exists():
-                block = servers.block(load, part, variant_first=(index + number) % 2 == 1)
-                write_json(path, asdict(block))
-                turns = [turn for side in (block.plain, block.chain) for talk in side.talks for turn in talk]
-                progress.add(len(part), sum(len(turn.answer.ids) for turn in turns))
-    return [[read_block(path) for path in row] for row in files]
-
-
-def read_block(path: Path) -> Block:
-    """As this attempt or an earlier one wrote it."""
-    data = json.loads(path.read_text())
-    return Block(Side.of(data["plain"]), Side.of(data["chain"]))

@@ -15,12 +15,14 @@ from scripts.lib.benchmark.settings import Settings
 from scripts.lib.chat.rows import write_table
 from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.ground.files import write_json
-from scripts.lib.ground.manifest import Counts, Manifest, Shard
+from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
 from scripts.lib.ground.stage import Job, Result
+from scripts.lib.targets.named import named
 
 log = logging.getLogger(__name__)
 # What equal work repeats on any day: the rest of a cell is speed.
 STEADY = ("accept_length", "ceiling", "identical", "near_tie", "different", "verify_steps", "completion_tokens")
+TOLD = ("baseline_tok_s", "tok_s", "speedup", "accept_length", "break_even_accept_length")
 OUTPUT_SCHEMA = pl.Schema(
     {
         "id": pl.String(),
@@ -45,9 +47,13 @@ def benchmark(job: Job, folder: Path) -> Result:
     for reason, ids in prompts.rejected.items():
         log.warning("%d prompts rejected, %s: %s", len(ids), reason, ", ".join(ids[:5]) + ("…" if len(ids) > 5 else ""))
     measured = measure(job, settings, prompts.kept, template, folder)
-    cell = cell_figures(settings, measured) | {"machine": machine(job.runtime)}
+    cell = cell_figures(settings, measured) | {
+        "machine": machine(job.runtime),
+        "target": named(read_manifest(job.input("target"), "target")),
+    }
     cell["versions"] = versions() | {name: cell["server_packages"][name] for name in ("sglang",) if name in cell["server_packages"]}
     cell["notes"] = notes(cell)
+    log.info("%s", ", ".join(f"{name} {cell[name]:.2f}" for name in TOLD if cell[name] is not None))
     for note in cell["notes"]:
         log.warning("%s", note)
     write_json(folder / "cell.json", cell)

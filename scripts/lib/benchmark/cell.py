@@ -11,6 +11,12 @@ from scripts.lib.doctor.findings import IDLE_ACCEPT_LENGTH
 from scripts.lib.speculation.figures import tokens_per_second
 
 STEADY_SPREAD = 0.1
+IDLE = {
+    "EAGLE3": "the drafter does nothing; check that it was trained on this target's states (layers, d2t) and that its held-out accept "
+    "length rose",
+    "STANDALONE": "the drafter does nothing; take a model that was trained on text like the target's",
+    "NGRAM": "hardly a run of words in these answers stood in the text before; NGRAM is for answers that repeat their prompt",
+}
 UNKNOWN: dict[str, Any] = {"simulated_accept_length": None, "server": None, "server_packages": {}, "findings": []}
 
 
@@ -51,6 +57,7 @@ def described(settings: Settings) -> dict[str, Any]:
     names = ("task", "variant", "engine", "algorithm", "drafter", "draft_steps", "topk", "dtype", "cuda_graphs", "attention_backend")
     told = {name: getattr(settings, name) for name in (*names, "concurrency", "turns", "max_tokens")}
     told |= {"draft_tokens": settings.verified, "flags": list(settings.flags), "ceiling": settings.ceiling}
+    told |= {"topk": None} if settings.draft_steps is None else {}  # a tree of any shape
     return told if settings.served else told | {"cuda_graphs": None}
 
 
@@ -114,8 +121,8 @@ def accepted(answers: Sequence[Answer], ceiling: int) -> dict[str, Any]:
 
 
 def notes(cell: dict[str, Any]) -> list[str]:
-    """What a reader must know about the figures, in words."""
-    tau, speedup = cell["accept_length"], cell["speedup"]
+    """What makes the figures doubtful, in words. What they mean, the report says."""
+    tau = cell["accept_length"]
     found = []
     if cell["different"]:
         share = f"{cell['different']} of {cell['prompts']}"
@@ -125,12 +132,7 @@ def notes(cell: dict[str, Any]) -> list[str]:
     elif tau is None:
         found.append("no verify step: every answer ended with its first token")
     elif tau < IDLE_ACCEPT_LENGTH:
-        found.append(
-            f"accept length {tau:.2f} is under {IDLE_ACCEPT_LENGTH}: the drafter does nothing; "
-            "check that it was trained on this target's states (layers, d2t) and that its held-out accept length rose"
-        )
-    if speedup is not None and speedup < 1 and tau is not None:
-        found.append(f"{speedup:.2f} times: needs accept length {cell['break_even_accept_length']:.2f}, has {tau:.2f}")
+        found.append(f"accept length {tau:.2f} is under {IDLE_ACCEPT_LENGTH}: {IDLE[cell['algorithm']]}")
     spread = max(relative_spread(cell, "baseline_tok_s"), relative_spread(cell, "tok_s"))
     if spread > STEADY_SPREAD:
         found.append(f"repeats differ by {spread:.0%}: the machine was not quiet")

@@ -52,11 +52,17 @@ def not_speculative(flags: Sequence[str]) -> Iterator[str]:
             yield word
 
 
+def told(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server's report (/server_info) says of what both must have alike."""
+    return {name: report[name] for name in ALIKE if name in report}
+
+
 def check_alike(url: str, baseline: Mapping[str, Any], variant: Mapping[str, Any]) -> None:
-    """Refuse two servers whose reports (/server_info) differ in anything but speculation. Raises StageError with both values."""
-    for name in ALIKE:
-        if name in baseline and name in variant and baseline[name] != variant[name]:
+    """Refuse two servers of which `told` says different things. Raises StageError with both values."""
+    for name in baseline.keys() & variant.keys():
+        if baseline[name] != variant[name]:
+            how = f"attention_backend {variant[name]}" if name == "attention_backend" else "flags"
             raise StageError(
                 f"{url}: runs with {name} {variant[name]}, the target alone with {baseline[name]}: "
-                "their speeds say nothing of the drafter; set it for both by the variant's flags"
+                f"their speeds say nothing of the drafter; set it for both by the variant's {how}"
             )

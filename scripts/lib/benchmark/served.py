@@ -1,15 +1,15 @@
-"""The engine `sglang`: the target alone and the target with drafts on two servers side by side."""
+"""The engine `sglang`: the target alone and the target with drafts on two servers, side by side or one after the other."""
 
-import logging
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from scripts.lib.benchmark.answers import Measured, Pair
-from scripts.lib.benchmark.blocks import Block, Servers, measure_blocks
+from scripts.lib.benchmark.blocks import BASELINE, VARIANT, WAYS, Block, Blocks
 from scripts.lib.benchmark.drafters import ServedDrafter, find_drafter
-from scripts.lib.benchmark.flags import baseline_flags, check_alike, variant_flags
+from scripts.lib.benchmark.flags import baseline_flags, check_alike, told, variant_flags
 from scripts.lib.benchmark.judging import judge
 from scripts.lib.benchmark.load import Load
 from scripts.lib.benchmark.machine import server_packages
@@ -20,17 +20,16 @@ from scripts.lib.doctor.findings import Finding, refuse
 from scripts.lib.doctor.preflight import preflight
 from scripts.lib.doctor.served import after_start, canary
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import canonical, sha256_file, sha256_text
+from scripts.lib.ground.files import canonical, sha256_file, sha256_text, write_json
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job
 from scripts.lib.serving.asking import get, request
 from scripts.lib.serving.keeper import Found, Wanted
-from scripts.lib.serving.pool import Lease, pooled
+from scripts.lib.serving.pool import pooled
 from scripts.lib.serving.server import checked_version
 from scripts.lib.serving.settings import ServerSettings
 from scripts.lib.speculation.verdict import Verdict
 
-log = logging.getLogger(__name__)
 CANARY_PROMPTS = 4
 DEATH_SECONDS = 3.0  # a broken connection is seen before the process is gone
 Asked = tuple[Pair, tuple[int, ...]]  # a pair, and the prompt that the target alone was given
@@ -57,27 +56,47 @@ class Served:
         """The drafter's."""
         return self.drafter.folder if self.drafter else None
 
-    def wanted(self) -> list[Wanted]:
-        """The target alone and the target with drafts, each with half of the memory."""
+    def wanted(self) -> dict[str, Wanted]:
+        """The target with drafts and the target alone; side by side each has half of the memory."""
         speculative = variant_flags(self.settings, self.server.on_cpu, self.folder.resolve() if self.folder else None)
         plain = baseline_flags(self.settings, self.server.on_cpu)
-        return [self._wanted(plain, ""), self._wanted(speculative, self.drafter.identity if self.drafter else "")]
+        return {VARIANT: self._wanted(speculative, self.drafter.identity if self.drafter else ""), BASELINE: self._wanted(plain, "")}
 
     def _wanted(self, flags: Sequence[str], drafter: str) -> Wanted:
         target = self.job.input("target")
         key = sha256_text(canonical([str(target.resolve()), sha256_file(target), list(flags), drafter]))[:16]
         log_file = self.job.work / "servers" / f"{key}.log"
-        return Wanted(key, str(target.parent.resolve()), flags, str(log_file.resolve()), 0.5)
+        return Wanted(key, str(target.parent.resolve()), flags, str(log_file.resolve()), 0.5 if self.server.side_by_side else 1.0)
 
-    def examine(self, lease: Lease, flags: Sequence[str], prompts: Sequence[Prompt]) -> list[Finding]:
-        """What the doctor finds in the running servers, the second with `flags`. StageError for anything that would make figures wrong."""
-        baseline, variant = lease.servers
-        found = after_start(variant.url, self.target, self.folder, self.settings.algorithm, flags)
-        refuse(found, variant.url)
-        check_alike(variant.url, request(f"{baseline.url}/server_info"), request(f"{variant.url}/server_info"))
-        found += canary(variant.url, [prompt.ids for prompt in prompts[:CANARY_PROMPTS]], self.settings.ceiling)
-        refuse(found, str(self.folder or variant.url))
-        return found
+    def look(self, way: str, running: Found, flags: Sequence[str]) -> "Seen":
+        """A server that is up, with what the doctor finds in the one with drafts. StageError for what would make figures wrong."""
+        found: list[Finding] = []
+        if way == VARIANT:
+            found = after_start(running.url, self.target, self.folder, self.settings.algorithm, flags)
+            refuse(found, running.url)
+        return Seen(running, checked_version(running.url, self.target), told(request(f"{running.url}/server_info")), tuple(found))
+
+    def canary(self, seen: "Seen", prompts: Sequence[Prompt]) -> "Seen":
+        """The server with drafts once it has answered a few prompts. StageError when no draft is accepted."""
+        found = canary(seen.running.url, [prompt.ids for prompt in prompts[:CANARY_PROMPTS]], self.settings.ceiling)
+        refuse(found, str(self.folder or seen.running.url))
+        return replace(seen, findings=(*seen.findings, *found))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A server that was up: how it was started, its version, what it reports of what must be alike, and what the doctor remarked."""
+
+    running: Found
+    version: str
+    report: Mapping[str, Any]
+    findings: Sequence[Finding] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> "Seen":
+        """As an earlier attempt wrote it."""
+        data = json.loads(path.read_text())
+        return cls(Found(**data["running"]), data["version"], data["report"], tuple(Finding(**one) for one in data["findings"]))
 
 
 def measure_served(job: Job, settings: Settings, prompts: Sequence[Prompt], template: ChatTemplate, folder: Path) -> Measured:
@@ -87,24 +106,46 @@ def measure_served(job: Job, settings: Settings, prompts: Sequence[Prompt], temp
     running server shows it.
     """
     served = Served.of(job, settings)
-    wanted = served.wanted()
-    found = preflight(served.target, served.folder, settings.algorithm, [*served.server.flags, *wanted[1].flags])
+    found = preflight(served.target, served.folder, settings.algorithm, [*served.server.flags, *served.wanted()[VARIANT].flags])
     refuse(found, str(served.folder or settings.variant))
-    load = Load(template, settings.max_tokens, settings.concurrency, settings.turns)
-    with pooled(served.server, wanted) as lease:
-        baseline, variant = lease.servers
+    blocks = Blocks.of(Load(template, settings.max_tokens, settings.concurrency, settings.turns), prompts, settings.repeats, folder)
+    seen = {way: Seen.read(path) for way in WAYS if (path := seen_path(folder, way)).exists()}
+    pairs = None
+    while pairs is None:
+        pairs = visit(served, blocks, seen, prompts)
+    passes = blocks.read()
+    walls = [(sum(block.plain.seconds for block in row), sum(block.chain.seconds for block in row)) for row in passes]
+    extra = described(served, seen, found) | {"simulated_accept_length": simulated(served, passes[0])}
+    return Measured(pairs, walls, extra)
+
+
+def visit(served: Served, blocks: Blocks, seen: dict[str, Seen], prompts: Sequence[Prompt]) -> list[list[Pair]] | None:
+    """Let the servers that may be up at once answer what is left to them, and judge once nothing is; None while something is."""
+    wanted, both = served.wanted(), served.server.side_by_side
+    ways = list(WAYS) if both else blocks.left() or [BASELINE]
+    with pooled(served.server, [wanted[way] for way in ways], one=not both) as lease:
         try:
-            version = checked_version(variant.url, served.target)
-            found += served.examine(lease, wanted[1].flags, prompts)
-            passes = measure_blocks(Servers(baseline.url, variant.url, flush), load, prompts, settings.repeats, folder)
-            pairs = [paired(row, prompts) for row in passes]
-            pairs[0] = [verdict_on(baseline.url, pair, settings.dtype) for pair in pairs[0]]
+            up = {way: found for way in ways for found in lease.servers if found.key == wanted[way].key}
+            for way, running in up.items():
+                seen[way] = served.look(way, running, wanted[way].flags)
+            if len(seen) == len(WAYS):
+                check_alike(seen[VARIANT].running.url, seen[BASELINE].report, seen[VARIANT].report)
+            if VARIANT in up:
+                seen[VARIANT] = served.canary(seen[VARIANT], prompts)
+            for way in up:
+                write_json(seen_path(blocks.folder, way), asdict(seen[way]))
+            blocks.measure({way: running.url for way, running in up.items()}, flush)
+            # Either server can judge: the first token after a prompt is prefill's, in which drafts have no part.
+            judge_url = up[BASELINE if BASELINE in up else VARIANT].url
+            return None if blocks.left() else judged(blocks.read(), prompts, judge_url, served.settings.dtype)
         except StageError:
             lease.check(DEATH_SECONDS)  # a server that died explains every other failure
             raise
-    walls = [(sum(block.plain.seconds for block in row), sum(block.chain.seconds for block in row)) for row in passes]
-    extra = described(served, baseline, variant, version, found) | {"simulated_accept_length": simulated(served, passes[0])}
-    return Measured([[pair for pair, _ in row] for row in pairs], walls, extra)
+
+
+def seen_path(folder: Path, way: str) -> Path:
+    """Where what a server said is kept for an attempt that does not start it again."""
+    return folder / "partial" / f"{way}.json"
 
 
 def flush(url: str) -> None:
@@ -127,12 +168,18 @@ def paired(blocks: Sequence[Block], prompts: Sequence[Prompt]) -> list[Asked]:
     return pairs
 
 
-def verdict_on(url: str, asked: Asked, dtype: str) -> Asked:
-    """The pair with its verdict, for which the server of the target alone at `url` is asked where answers part."""
+def judged(passes: Sequence[Sequence[Block]], prompts: Sequence[Prompt], url: str, dtype: str) -> list[list[Pair]]:
+    """The pairs by pass; those of the first with their verdicts, for which the server at `url` is asked where answers part."""
+    first, *rest = (paired(row, prompts) for row in passes)
+    return [[verdict_on(url, asked, dtype) for asked in first], *([pair for pair, _ in row] for row in rest)]
+
+
+def verdict_on(url: str, asked: Asked, dtype: str) -> Pair:
+    """The pair with its verdict."""
     pair, prompt = asked
     if pair.verdict.kind == "uncompared":
-        return asked
-    return replace(pair, verdict=judge(url, prompt, pair.plain.ids, pair.chain.ids, dtype)), prompt
+        return pair
+    return replace(pair, verdict=judge(url, prompt, pair.plain.ids, pair.chain.ids, dtype))
 
 
 def simulated(served: Served, blocks: Sequence[Block]) -> float | None:
@@ -147,16 +194,19 @@ def simulated(served: Served, blocks: Sequence[Block]) -> float | None:
     return simulated_accept_length(served.target, served.drafter.folder, rows, settings.draft_steps, served.job.runtime["device"])
 
 
-def described(served: Served, baseline: Found, variant: Found, version: str, found: Sequence[Finding]) -> dict[str, Any]:
-    """The servers, as `cell.json` names them, and what the doctor found that is only worth knowing."""
+def described(served: Served, seen: Mapping[str, Seen], found: Sequence[Finding]) -> dict[str, Any]:
+    """The servers, as `cell.json` names them, and what the doctor `found` before and in them that is only worth knowing."""
+    variant, baseline = (seen[way].running for way in WAYS)
     return {
+        **({"cuda_graphs": None} if served.server.on_cpu else {}),
         "server": {
-            "version": version,
+            "version": seen[VARIANT].version,
             "command": list(variant.command),
             "start_seconds": variant.start_seconds,
             "baseline_command": list(baseline.command),
             "baseline_start_seconds": baseline.start_seconds,
+            "side_by_side": served.server.side_by_side,
         },
         "server_packages": server_packages(served.server.interpreter()),
-        "findings": [asdict(finding) for finding in found],
+        "findings": [asdict(finding) for finding in (*found, *seen[VARIANT].findings)],
     }

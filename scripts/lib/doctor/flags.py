@@ -12,6 +12,7 @@ STEPS, TOPK, TOKENS = "speculative-num-steps", "speculative-eagle-topk", "specul
 TREE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 WITH_DRAFTER = ("EAGLE3", "STANDALONE", "DFLASH", "DSPARK")
 WITHOUT_DRAFTER = ("NGRAM", "UNO")
+WITHOUT_STATES = (*WITHOUT_DRAFTER, "STANDALONE")  # of the target: what they draft does not hang on its arithmetic
 EAGLE_NAMES = ("EAGLE", "NEXTN")
 EAGLE3_DRAFTERS = ("LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM")
 
@@ -99,12 +100,13 @@ def step_findings(flags: Flags) -> Iterator[Finding]:
 
 def rounding_findings(flags: Flags) -> Iterator[Finding]:
     """Flags that change what the drafter sees or what is accepted."""
-    if algorithm_of(flags) is None:
+    algorithm = algorithm_of(flags)
+    if algorithm is None:
         return
-    if flags.get("quantization") and "speculative-draft-model-quantization" not in flags:
+    if flags.get("quantization") and "speculative-draft-model-quantization" not in flags and algorithm not in WITHOUT_DRAFTER:
         yield finding("drafter_quantized", f"--quantization {flags['quantization']} counts for the drafter too", fatal=False)
     for name, plain in (("dtype", ("auto", "bfloat16")), ("kv-cache-dtype", ("auto", "bf16", "bfloat16"))):
-        if flags.get(name, "auto") not in plain:
+        if flags.get(name, "auto") not in plain and algorithm not in WITHOUT_STATES:
             yield finding("states_rounded", f"--{name} {flags[name]}: not the arithmetic that the drafter was trained on", fatal=False)
     if "speculative-draft-window-size" in flags:
         window = flags["speculative-draft-window-size"]
@@ -112,5 +114,5 @@ def rounding_findings(flags: Flags) -> Iterator[Finding]:
     for name in ("speculative-accept-threshold-single", "speculative-accept-threshold-acc"):
         if float(flags.get(name, 1.0)) < 1:
             yield finding("thresholds_lowered", f"--{name} {flags[name]}: tokens are accepted that the target would not have drawn")
-    if "speculative-token-map" in flags and algorithm_of(flags) == "EAGLE3":
+    if "speculative-token-map" in flags and algorithm == "EAGLE3":
         yield finding("flag_unread", "--speculative-token-map is ignored by EAGLE3, whose drafter brings its own", fatal=False)

@@ -96,9 +96,13 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     benchmark = config["benchmark"]
     for name in sorted(set(config["datasets"]) & set(benchmark["tasks"])):
         yield f"benchmark.tasks.{name}: also a dataset's name (rename one: both become folders of one tree)"
+    on_gpu = config["runtime"]["device"].startswith("cuda")
     for name, variant in sorted(benchmark["variants"].items()):
         for option, text in variant_contradictions(variant, sorted(config["drafters"])):
             yield f"benchmark.variants.{name}.{option}: {text}"
+        if on_gpu and variant.get("topk", 1) > 1 and "attention_backend" not in variant:
+            why = "for a tree SGLang chooses another one than for the target alone, and their speeds would not compare"
+            yield f"benchmark.variants.{name}.attention_backend: missing ({why}: name one for both, such as flashinfer or triton)"
     for name, drafter in sorted(config["drafters"].items()):
         if config["hidden"]["mode"] == "rolling" and drafter.get("order", "rows") != "shards":
             yield f"drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)"

@@ -35,6 +35,7 @@ UNKNOWN: Mapping[str, Any] = {
     "baseline_step_seconds": None,
     "baseline_completion_tokens": None,
     "simulated_accept_length": None,
+    "target": None,
     "server": None,
     "server_packages": (),
     "findings": (),
@@ -168,8 +169,13 @@ def machines(cells: Sequence[Cell]) -> list[str]:
     return sorted(lines)
 
 
+def targets(cells: Sequence[Cell]) -> list[str]:
+    """What cells were measured on, once: source, revision and template of each target."""
+    return sorted({f"target: {listed(cell['target'])}" for cell in cells if cell["target"]})
+
+
 def listed(versions: Mapping[str, str | None]) -> str:
-    """Packages with their versions, by name."""
+    """Packages with their versions, or other names with what they name, by name."""
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if version)
 
 

@@ -18,7 +18,7 @@ COLUMNS = {
     "speedup": "tok_s / baseline_tok_s; above 1 the drafter pays",
     "accept_length": "tokens a verify step writes on average: 1 + accepted drafts / verify steps, so the bonus token counts and "
     "the prefill's token does not; without the bonus token it is 1 less",
-    "ceiling": "the highest possible accept length: draft steps + 1",
+    "ceiling": "the highest possible accept length: draft steps + 1, of NGRAM its draft tokens",
     "break_even_accept_length": "accept_length / speedup: the accept length from which on this variant pays on this machine; it is "
     "also what a cycle of drafting and checking costs, in decoding steps of the target alone",
     "identical": "prompts whose output equals the target's own, token by token",
@@ -198,7 +198,13 @@ def measured_words(cells: Sequence[Cell]) -> list[str]:
         )
     if "sglang" in engines:
         sentences.append(
-            "Engine sglang: both servers are up at once, with the same flags but for the drafter. Speed is all tokens over the clock, "
-            "prefill included. Accept length is token-weighted, from the server's own counts of verify steps of each request."
+            "Engine sglang: two servers with the same flags but for the drafter. Speed is all tokens over the clock, prefill included. "
+            "Accept length is token-weighted, from the server's own counts of verify steps of each request."
+        )
+    apart = sorted({cell["variant"] for cell in cells if cell["server"] and not cell["server"].get("side_by_side", True)})
+    if apart:
+        sentences.append(
+            f"One server at a time ({', '.join(apart)}): all prompts went to one of the two and later to the other, not by turns. What "
+            "changed on the machine meanwhile is in these speed-ups, and their intervals do not know of it."
         )
     return sentences

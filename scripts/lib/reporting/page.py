@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from scripts.lib.reporting.benchmarks import CAPTIONS, Benchmarks
-from scripts.lib.reporting.cells import Cell, is_baseline, machines, servers
+from scripts.lib.reporting.cells import Cell, is_baseline, machines, servers, targets
 from scripts.lib.reporting.columns import (
     COLUMNS,
     FURTHER,
@@ -62,7 +62,7 @@ def benchmark_markdown(run: str, found: Benchmarks) -> str:
         *(["## What the doctor remarks\n", "".join(f"- {remark}\n" for remark in remarks(found.cells))] if remarks(found.cells) else []),
         "## How it was measured\n",
         "".join(f"- {sentence}\n" for sentence in measured_words(found.cells)),
-        "".join(f"- {line}.\n" for line in machines(found.cells)),
+        "".join(f"- {line}.\n" for line in [*targets(found.cells), *machines(found.cells)]),
         "## Columns\n",
         "".join(f"- `{name}`: {meaning}.\n" for name, meaning in MEANINGS.items()),
     ]
@@ -185,7 +185,7 @@ def latencies(found: Benchmarks) -> str:
 
 def how_made(run: Run, found: Benchmarks) -> str:
     """How cells were measured and on what, the command, and the settings of every stage."""
-    items = [*measured_words(found.cells), *(f"{line}." for line in machines(found.cells))]
+    items = [*measured_words(found.cells), *(f"{line}." for line in [*targets(found.cells), *machines(found.cells)])]
     sentences = "".join(f"<li>{html.escape(text)}</li>" for text in items)
     commands = "\n".join([f"snakemake results/{run.name}/report/benchmark.md", *servers(found.cells)])
     settings: dict[str, dict[str, object]] = {}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scripts.lib.reporting.cells import Cell, is_baseline
+from scripts.lib.reporting.cells import Cell, Ground, is_baseline
 from scripts.lib.reporting.cost_model import CostModel
 from scripts.lib.reporting.estimate import Estimate, geometric_mean
 from scripts.lib.reporting.families import Family
@@ -122,12 +122,12 @@ def leaders(rows: Sequence[Cell]) -> list[Leader]:
 def leader_at(rows: Sequence[Cell], concurrency: int) -> Leader | None:
     """The fastest variant of one concurrency; None where no speed is known."""
     here = [row for row in rows if row["concurrency"] == concurrency and row["tok_s"]]
-    alone: dict[str, float] = {}
+    alone: dict[str, dict[Ground, float]] = {}
     groups: dict[str, list[Cell]] = {}
     for row in here:
         if is_baseline(row):
-            alone[row["task"]] = max(row["tok_s"], alone.get(row["task"], 0.0))
-        else:
+            alone.setdefault(row["task"], {})[Ground.of(row)] = row["tok_s"]
+        elif row["speedup"]:
             groups.setdefault(row["variant"], []).append(row)
     most = max((len(group) for group in groups.values()), default=0)
     gains = {name: mean_gain(group, alone) for name, group in groups.items() if len(group) == most}
@@ -136,9 +136,13 @@ def leader_at(rows: Sequence[Cell], concurrency: int) -> Leader | None:
     return None if best is None else Leader(concurrency, best, gains[best], lossless[best])
 
 
-def mean_gain(cells: Sequence[Cell], alone: Mapping[str, float]) -> Estimate:
-    """Speed over that of the fastest target alone on each task; the interval is as wide as the speed-ups' own."""
-    value = geometric_mean([cell["tok_s"] / alone[cell["task"]] for cell in cells])
+def mean_gain(cells: Sequence[Cell], alone: Mapping[str, Mapping[Ground, float]]) -> Estimate:
+    """Speed over that of the fastest target `alone` on each task; the interval is as wide as the speed-ups' own.
+
+    A cell's speed-up is over the target that took turns with it; what lies between that one's ground and the fastest comes from all cells.
+    """
+    shares = {(task, ground): speed / max(speeds.values()) for task, speeds in alone.items() for ground, speed in speeds.items()}
+    value = geometric_mean([cell["speedup"] * shares[cell["task"], Ground.of(cell)] for cell in cells])
     spreads = [measured_speedup(cell) for cell in cells]
     if any(spread.error is None for spread in spreads):
         return Estimate(value)

@@ -19,10 +19,8 @@ def with_words(rows: Sequence[Cell], splits: Mapping[tuple[str, str, int], Split
 
 def in_words(cell: Cell, split: Split | None) -> Cell:
     """A cell with its drafter's share of the cycle and its notes."""
-    loss = loss_words(cell)
-    other = [note for note in cell["notes"] if note != loss]
     parting = explain(cell)
-    found = [*verdict_words(cell, split), *other, *([parting] if parting else [])]
+    found = [*verdict_words(cell, split), *cell["notes"], *([parting] if parting else [])]
     return {**cell, "draft_share": split.draft_share if split else None, "notes": found}
 
 

@@ -5,14 +5,15 @@ what the next job does not want, and serves one job at a time: a second one wait
 A job is there as long as its connection is, however it ends. After `linger` seconds without a job the keeper ends its servers and itself;
 when it is killed, the guardian of each server ends that.
 
-A job sends one line, a JSON list of `Wanted`, and gets one back, `{"servers": [...]}` or `{"error": "..."}`; a second line with an error
-follows when a server dies under it.
+A job sends one line, `{"wanted": [...], "one": false}`, and gets one back, `{"servers": [...]}` or `{"error": "..."}`; a second line with
+an error follows when a server dies under it. With `one` it gets the one of them that runs already, else the first.
 """
 
 import contextlib
 import json
 import logging
 import os
+import re
 import select
 import socket
 import sys
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
 # Of the memory of a GPU, over all servers on it at a time; the rest is for activations, CUDA graphs and what the job itself computes.
 MEMORY_FRACTION = 0.8
+NO_MEMORY = re.compile(r"(?:out of|not enough) memory", re.IGNORECASE)
+CROWDED = "two copies of the target may not fit: set runtime.server.side_by_side to false"
+STARTED_OTHERWISE = "change algorithm, attention_backend or flags of the variant, or runtime.server, or leave the variant out"
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """A server that runs. `start_seconds` is what its start took, in this job or one before."""
+    """A server that runs, by its `key`. `start_seconds` is what its start took, in this job or one before."""
 
+    key: str
     url: str
     command: Sequence[str]
     start_seconds: float
@@ -67,13 +72,17 @@ class Kept:
         code = self.process.exit_code()
         if code is None:
             return None
-        when = "before it was healthy" if self.start_seconds is None else "during the job"
-        return f"{self.process.log}: the server died with code {code} {when}; its log ends with: {self.process.last_error()}"
+        words = self.process.last_error()
+        if self.start_seconds is not None:
+            return f"{self.process.log}: the server died with code {code} during the job; its log ends with: {words}"
+        crowded = NO_MEMORY.search(words) and self.wanted.share < 1
+        remedy = CROWDED if crowded else STARTED_OTHERWISE
+        return f"{self.process.log}: the server died with code {code} before it was healthy; its log ends with: {words}; {remedy}"
 
     def found(self) -> Found:
         """What the job is told."""
         assert self.start_seconds is not None
-        return Found(self.url, self.command, round(self.start_seconds, 1))
+        return Found(self.wanted.key, self.url, self.command, round(self.start_seconds, 1))
 
 
 class Keeper:
@@ -88,7 +97,8 @@ class Keeper:
         line = read_line(job)
         if not line:
             return
-        wanted = [Wanted(**entry) for entry in json.loads(line)]
+        asked = json.loads(line)
+        wanted = self.chosen([Wanted(**entry) for entry in asked["wanted"]], asked["one"])
         for key in set(self.kept) - {server.key for server in wanted}:
             self.end(key)
         for server in wanted:
@@ -105,6 +115,13 @@ class Keeper:
                     self.end(server.key)
                     tell(job, {"error": problem})
                     return
+
+    def chosen(self, wanted: Sequence[Wanted], one: bool) -> Sequence[Wanted]:
+        """The servers to have up: all that are `wanted`, or `one` of them."""
+        if not one:
+            return wanted
+        running = [server for server in wanted if server.key in self.kept and not self.kept[server.key].death()]
+        return (running or wanted)[:1]
 
     def up(self, wanted: Wanted, job: socket.socket) -> str | None:
         """Have `wanted` running and healthy; what went wrong instead, None also when the job has gone meanwhile."""

@@ -31,7 +31,7 @@ TRIES = 5  # a keeper may be ending just when a job comes to it
 
 @dataclass
 class Lease:
-    """The servers of one job, in the order in which it wanted them."""
+    """The servers of one job, in the order in which it wanted them; one of them where it wanted one."""
 
     servers: tuple[Found, ...]
     connection: socket.socket
@@ -45,16 +45,17 @@ class Lease:
 
 
 @contextlib.contextmanager
-def pooled(settings: ServerSettings, wanted: Sequence[Wanted]) -> Iterator[Lease]:
+def pooled(settings: ServerSettings, wanted: Sequence[Wanted], one: bool = False) -> Iterator[Lease]:
     """Servers as `wanted`, started in this order or found running, for this process alone until the block ends.
 
+    With `one`, only one of them: that which runs already, else the first.
     Other jobs of this machine that ask for servers with the same `settings` wait meanwhile. Raises StageError when one does not start.
     """
     own = replace(settings, python=str(settings.interpreter()), urls=(), modules=())
     path = socket_path(own)
     for _ in range(TRIES):
         with contextlib.closing(connected(path, own)) as connection:
-            tell(connection, [asdict(server) for server in wanted])
+            tell(connection, {"wanted": [asdict(server) for server in wanted], "one": one})
             reply = received(connection)
             if reply is None:
                 continue

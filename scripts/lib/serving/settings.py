@@ -18,7 +18,8 @@ class ServerSettings:
     `modules` are folders from which the server can import, for hooks.
     `memory_fraction` None leaves the share of memory for weights and KV cache to SGLang. Port 0 takes a free one.
     `restarts` counts crashes in a row: a server that ran for `server.STEADY_SECONDS` starts the count anew.
-    `linger` is how long servers that benchmark cells share outlive the last of them, in seconds.
+    `linger` is how long servers that benchmark cells share outlive the last of them, in seconds. `side_by_side` has both servers of a cell
+    up at once.
     """
 
     python: str | None = None
@@ -35,6 +36,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 0
     linger: float = 60.0
+    side_by_side: bool = True
 
     @classmethod
     def of(cls, runtime: Mapping[str, Any]) -> "ServerSettings":

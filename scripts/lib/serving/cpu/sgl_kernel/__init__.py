@@ -1,6 +1,7 @@
 """Stands in for SGLang's compiled CPU kernels (`sgl_kernel`), of which the package index has no build: plain PyTorch, any processor.
 
-Enough for dense decoders of the Llama kind served plainly, and for EAGLE and EAGLE3 with greedy verification, on SGLang 0.5.23.
+Enough for dense decoders of the Llama kind served plainly, and for EAGLE, EAGLE3, STANDALONE and NGRAM (which needs a C++ compiler) with
+greedy verification, on SGLang 0.5.23.
 Names and arguments are those that SGLang calls with SGLANG_USE_CPU_ENGINE=1; what they do follows the Triton kernels that SGLang ships for
 GPUs (`sglang/kernels/ops/speculative`). A kernel that is not here raises when it is called.
 """

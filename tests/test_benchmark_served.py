@@ -99,10 +99,10 @@ def test_a_served_cell(served, tmp_path):
     assert (cell["completion_tokens"], cell["verify_steps"] + cell["accepted_drafts"]) == (written, written - 8)
     assert cell["accept_length"] == pytest.approx((written - 8) / cell["verify_steps"]) == pytest.approx(cell["server_accept_length"])
     assert sum(cell["accepted_histogram"]) == cell["verify_steps"] and len(cell["accepted_histogram"]) == cell["ceiling"] == 3
-    assert cell["speedup"] > 1.1, "a step of the stub takes as long with drafts as without"
     low, high = cell["speedup_interval"]
-    assert low <= cell["speedup"] <= high
-    assert cell["cycle_seconds"] == pytest.approx(cell["baseline_step_seconds"], rel=1.0)
+    assert 0 < low <= cell["speedup"] <= high
+    assert cell["speedup"] == pytest.approx(cell["tok_s"] / cell["baseline_tok_s"], rel=1e-3)
+    assert min(cell["cycle_seconds"], cell["baseline_step_seconds"]) > 0
     for name in ("ttft_seconds", "itl_seconds", "baseline_ttft_seconds", "baseline_itl_seconds"):
         assert cell[name]["mean"] > 0 and 0 <= cell[name]["p50"] <= cell[name]["p95"] <= cell[name]["p99"]
     assert (cell["engine"], cell["concurrency"], cell["turns"], cell["draft_tokens"], len(cell["repeats"])) == ("sglang", 1, "all", 3, 2)

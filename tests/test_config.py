@@ -73,6 +73,7 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
     config["datasets"]["Share-GPT"] = config["datasets"]["bfcl"]
     config["datasets"]["evals"] = config["datasets"]["evals"] | {"source": "s3://bucket/file"}
     config["generate"]["turns"] = "some"
+    config["hidden"] = config["hidden"] | {"max_bytes": "8000"}  # what --config 'hidden={max_bytes: 8000}' gives
     del config["seed"]
     assert config_errors(config, SCHEMA) == sorted(
         [
@@ -83,6 +84,8 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             "drafters.eagle3.epoch: unknown key (did you mean epochs?)",
             'encode.max_length: "long" is not a whole number',
             'generate.turns: "some" is none of first, all, last',
+            'hidden.max_bytes: "8000" is not a whole number or null '
+            "(this is text: take its quotes away, or what stood in braces after --config into a file for --configfile)",
             "seed: missing (required here)",
         ]
     )

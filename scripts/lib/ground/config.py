@@ -17,6 +17,7 @@ KINDS = {
     "object": "a mapping",
     "boolean": "true or false",
 }
+PLAIN = re.compile(r"null|true|false|-?[0-9]+(\.[0-9]+)?")
 SCIENTIFIC = re.compile(r"^([+-]?\d+)e([+-]?\d+)$", re.IGNORECASE)
 PRUNED = ("datasets", "drafters")
 PRUNED_BENCHMARK = ("tasks", "variants")
@@ -86,9 +87,15 @@ def described_value(error: ValidationError) -> str:
 
 
 def number_hint(value: Any) -> str:
-    """YAML reads 1e-4 as text; say how to write it."""
-    match = SCIENTIFIC.match(value) if isinstance(value, str) else None
-    return f" (YAML reads {value} as text: write {match[1]}.0e{int(match[2])})" if match else ""
+    """YAML reads 1e-4 as text, and Snakemake all in braces on its command line; say how to write it."""
+    if not isinstance(value, str):
+        return ""
+    match = SCIENTIFIC.match(value)
+    if match:
+        return f" (YAML reads {value} as text: write {match[1]}.0e{int(match[2])})"
+    if PLAIN.fullmatch(value):
+        return " (this is text: take its quotes away, or what stood in braces after --config into a file for --configfile)"
+    return ""
 
 
 def contradictions(config: Mapping[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import claimed, publish, write_bytes, write_json
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, checked_shard, read_manifest
 from scripts.lib.ground.progress import Progress
+from scripts.lib.ground.sources import Sources, kept_at
 from scripts.lib.ground.stage import Job, Result, guarded, run
 
 
@@ -191,6 +192,23 @@ def test_the_digest_of_code_ignores_comments_and_docstrings(tmp_path, monkeypatc
         (tmp_path / f"m{index}.py").write_text(text)
     digests = [provenance.digest(f"m{index}.py") for index in range(3)]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_what_was_found_out_about_a_file_is_kept_by_its_bytes(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("from b import c  # note\n")
+    first = Sources.below(tmp_path)
+    found = first.imports("a.py"), first.digest("a.py")
+    first.keep()
+    (tmp_path / "moved.py").write_text("from b import c  # note\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("ast.parse", None)
+        later = Sources.below(tmp_path)
+        assert found == (later.imports("moved.py"), later.digest("moved.py")) == (["b", "b.c"], found[1])
+    (tmp_path / "a.py").write_text("from b import d\n")
+    assert later.imports("a.py") == ["b", "b.d"] and later.digest("a.py") != found[1]
+    kept_at(tmp_path).write_text('{"torn')
+    assert Sources.below(tmp_path).digest("moved.py") == found[1]
+    assert [path.name for path in kept_at(tmp_path).parent.iterdir()] == [kept_at(tmp_path).name]
 
 
 def test_the_closure_follows_imports_inside_functions():

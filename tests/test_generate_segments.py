@@ -1,12 +1,15 @@
 """What keeps finished answers on disk through any kill, and how many requests are in flight."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from scripts.lib.generation.gathering import Gathering
+from scripts.lib.generation.http import Pool
 from scripts.lib.generation.policy import Policy, Slots
 from scripts.lib.generation.segments import Segments
 from scripts.lib.ground.errors import StageError
@@ -117,6 +120,33 @@ def test_a_place_that_is_given_up_holds_nobody_back() -> None:
         assert gathering.alarm is None and not gathering.free
 
     asyncio.run(run())
+
+
+async def two_braces(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server that answers every request alike."""
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+    writer.close()
+
+
+def test_a_connection_that_broke_meanwhile_holds_no_other_request_back() -> None:
+    async def run() -> None:
+        async with await asyncio.start_server(two_braces, "127.0.0.1", 0) as listening:
+            pool = Pool(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+            await asyncio.gather(*(pool.request("GET", "/", b"", 10.0) for _ in range(2)))
+            broken, whole = pool.idle
+            gone = asyncio.get_running_loop().create_future()
+            broken.connection_lost = gone.set_result
+            broken.close()
+            await gone
+            request = pool.address.request("GET", "/", b"")
+            answered = asyncio.create_task(whole.exchange(request, 10.0))
+            pool.outbox.put(broken.transport, request)
+            assert (await answered).body == b"{}"
+            pool.close()
+
+    uvloop.run(run())
 
 
 def test_places_refilled_at_a_time_follow_what_is_allowed() -> None:

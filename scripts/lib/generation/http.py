@@ -66,10 +66,11 @@ class Outbox:
         self.requests.append((transport, request))
 
     def send(self) -> None:
-        """Send all that was put in; a transport that was broken off meanwhile drops it."""
+        """Send all that was put in, but for what goes to a transport that broke meanwhile: its connection tells the one who waits."""
         requests, self.requests = self.requests, []
         for transport, request in requests:
-            transport.write(request)
+            if not transport.is_closing():  # uvloop raises at a closed one, and the rest would stay here
+                transport.write(request)
 
 
 class Connection(asyncio.Protocol):

@@ -57,15 +57,16 @@ def layer_weights(drafter: Drafter, target: TargetWeights) -> dict[str, Tensor]:
     for name, source in sources.items():
         tensor = find(source)
         shape = tuple(drafter.get_parameter(name).shape)
-        if tensor is not None and (tuple(tensor.shape) in (shape, (*shape[:-1], shape[-1] // 2)) or narrower(name, tensor, shape)):
+        if tensor is not None and fits(name, tuple(tensor.shape), shape):
             found[name] = tensor
     return found
 
 
-def narrower(name: str, tensor: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether `tensor`, weights of an MLP called `name` [I, H] or [H, I], is part of one of `shape` with a larger I."""
-    inner = 1 if name == DOWN else 0
-    return ".mlp." in name and tensor.shape[1 - inner] == shape[1 - inner] and tensor.shape[inner] < shape[inner]
+def fits(name: str, part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether weights of shape `part` of the target can be the last part of the drafter's weights `name` of shape `whole`."""
+    if ".mlp." in name:
+        return all(size <= most for size, most in zip(part, whole, strict=True))
+    return part in (whole, (*whole[:-1], whole[-1] // 2))
 
 
 def start_from(drafter: Drafter, folder: Path, target: TargetWeights) -> list[str]:

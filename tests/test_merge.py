@@ -11,6 +11,7 @@ import pytest
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import Job
 from scripts.lib.ground.stage import run as run_job
+from scripts.lib.mixing.conversations import words
 from scripts.lib.mixing.index import digests
 from scripts.lib.mixing.merge import merge
 from scripts.lib.mixing.split import tied_keys
@@ -142,6 +143,17 @@ def test_equal_and_nearly_equal_prompts_of_two_data_sets_are_kept_once(tmp_path)
     assert manifest_of(folder)["counts"] == {"rows_in": 23, "rows_out": 21, "rejected": {"duplicate": 1, "near_duplicate": 1}}
     off = run(tmp_path / "off", manifests, near_duplicates=False)
     assert set(reasons(off)) == {"A/same"}
+
+
+def test_prompts_without_a_word_in_them_are_compared_like_others(tmp_path):
+    """Prompts of signs alone stood side by side in a real file; polars' `explode` makes fewer rows than lists of empty ones in a row."""
+    assert words(pl.Series(["one two", "", "?!", "...", "", "three"]))[1].tolist() == [2, 1, 1, 1, 1, 1]
+    assert len(words(pl.Series(["?!", "", "..."]))[0]) == 3
+    signs = [{"id": f"s{i}", "input_ids": [ord("a"), 2000 + i], "asked": [text]} for i, text in enumerate(("???", "!", "...", "-"))]
+    said = {"id": "said", "input_ids": [ord("b"), 3000], "asked": [LONG]}
+    manifests = [tokens(tmp_path / "a", [*signs, *rows("a", 9)], "a"), tokens(tmp_path / "b", [*rows("b", 9), said], "b")]
+    folder = run(tmp_path, manifests, [asked(tmp_path / "task", [{"id": "t", "asked": [LONG]}], "task")])
+    assert {name: reason for name, (reason, _) in reasons(folder).items()} == {"b/said": "contaminated:task"}
 
 
 def test_conversations_that_begin_alike_and_go_on_differently_are_no_duplicates(tmp_path):

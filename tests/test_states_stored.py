@@ -1,6 +1,8 @@
 """Shards in fewer bytes: lossless planes give the states back bit by bit, fp8 within its precision, and rows are decoded alone."""
 
 import json
+import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,11 +11,23 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.states.encoded import EncodedStates, compressed, decoded, joined, joined_multiples, planes, split_multiples
+from scripts.lib.states.encoded import (
+    EncodedStates,
+    Factored,
+    compressed,
+    decoded,
+    factored,
+    joined,
+    joined_multiples,
+    planes,
+    split_multiples,
+)
+from scripts.lib.states.finite import finite
 from scripts.lib.states.format import HiddenShard, write_shard
 from scripts.lib.states.reader import check_finite, read_shard
-from scripts.lib.states.rounding import FINENESS, dequantised, off_grid, on_grid, quantised
+from scripts.lib.states.rounding import FINENESS, FP8, dequantised, off_grid, on_grid, quantised
 from scripts.lib.states.storing import Storing, every_storing
+from scripts.lib.training.packed import Capacity, collate_factored, collate_packed
 from scripts.lib.training.rows import shard_rows
 
 H = 64
@@ -210,3 +224,37 @@ def test_a_shard_without_one_of_its_tensors_is_refused(tmp_path: Path, storing: 
         save_file({name: tensor for name, tensor in tensors.items() if name != lost}, tmp_path / "y", {"ids": '["a","b","c","d"]'})
         with pytest.raises(StageError, match="to rebuild stage hidden"):
             read_shard(tmp_path / "y")
+
+
+@pytest.mark.parametrize("storing", list(every_storing()), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_batch_decoded_by_the_device_is_that_which_the_host_decodes(tmp_path: Path, storing: Storing, dtype: torch.dtype) -> None:
+    """Page-locked memory aside, which needs a GPU. The last row's teachers are no range of the file's: some are left out."""
+    write_shard(tmp_path / "x", shard(), storing)
+    rows = [row for row in shard_rows(tmp_path / "x", read_shard(tmp_path / "x")) if len(row.slots)]
+    some = torch.tensor([0, 2, 5])
+    last = rows[-1]
+    rows.append(replace(last, final=last.final[some], argmax=last.argmax[some], slots=last.slots[some], remaining=last.remaining[some]))
+    capacity = Capacity(768, 384)
+    wanted, got = collate_packed(rows, capacity, dtype), collate_factored(rows, capacity, dtype, pinned=False).to("cpu")
+    for name, tensor in vars(wanted).items():
+        assert torch.equal(tensor, getattr(got, name)) if isinstance(tensor, torch.Tensor) else tensor == getattr(got, name), name
+    assert wanted.aux.abs().max() > 100 and wanted.final.dtype == got.final.dtype == dtype
+
+
+@pytest.mark.parametrize("storing", list(every_storing()), ids=str)
+def test_a_number_that_is_not_finite_is_found_however_it_is_stored(tmp_path: Path, storing: Storing) -> None:
+    """All but a multiple of a grid can hold one; a scale or a step can be infinite too."""
+    write_shard(tmp_path / "x", shard(), storing)
+    content = read_shard(tmp_path / "x")
+    for states in (content.aux, content.final):
+        plain = decoded(states).float()
+        assert finite(factored(states[:40])).all() and plain.isfinite().all()
+    numbers = factored(content.aux[1:41]).numbers.clone()
+    for value in (math.nan,) if numbers.dtype == FP8 else (math.nan, math.inf, -math.inf):  # an e4m3 knows no infinity
+        broken = numbers.float()
+        broken[7, 2, 5] = value
+        spoilt = Factored(broken.to(numbers.dtype), factored(content.aux[1:41]).factors)
+        assert finite(spoilt).tolist() == [True] * 7 + [False] + [True] * 32
+    assert finite(Factored(torch.ones(2, 4, dtype=torch.int16), torch.tensor([1.0, math.inf]))).tolist() == [True, False]
+    assert finite(Factored(torch.ones(2, 3, 4).to(FP8), torch.tensor([[1.0, 1.0, 1e38], [1.0, 1.0, 1e35]]))).tolist() == [False, True]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
@@ -135,6 +135,22 @@ def test_block_mask_covers_what_slots_see(rows):
     assert (touched | ~wanted.to_dense().bool()).all()
     needed = wanted.to_dense().sum()
     assert touched.sum() <= needed + 2
+
+
+def test_block_mask_lists_the_blocks_of_slots_that_see_each_block_of_keys(rows):
+    """The backward pass of the keys goes by these lists."""
+    batch = collate_packed(rows, Capacity(640, 512), torch.float32)
+    one_row = replace(batch, slots=torch.arange(100, 612), starts=torch.zeros(512, dtype=torch.int64))
+    mask = block_mask(one_row)
+    wanted = BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, BLOCK, mask.mask_mod, (512, 640)
+    )
+    for count, index in (("q_num_blocks", "q_indices"), ("full_q_num_blocks", "full_q_indices")):
+        counts = getattr(mask, count)
+        assert torch.equal(counts, getattr(wanted, count))
+        for block, number in enumerate(counts[0, 0].tolist()):
+            assert torch.equal(getattr(mask, index)[0, 0, block, :number], getattr(wanted, index)[0, 0, block, :number])
+    assert mask.full_q_num_blocks.sum() > 0
 
 
 def test_filler_has_no_teacher_and_repeats_a_real_slot(rows):

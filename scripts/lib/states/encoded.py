@@ -18,7 +18,7 @@ import pyarrow
 import torch
 from torch import Tensor
 
-from scripts.lib.states.rounding import dequantised, off_grid, on_grid, quantised
+from scripts.lib.states.rounding import FP8, dequantised, off_grid, on_grid, quantised
 from scripts.lib.states.storing import Storing
 
 LEVEL = 1  # higher levels find chance repetitions, which cost more than the entropy coder gains
@@ -125,6 +125,42 @@ def gridded(states: Tensor, borders: Sequence[int], storing: Storing) -> dict[st
 
 
 @dataclass(frozen=True)
+class Factored:
+    """States as `numbers` [n, …], bf16, e4m3 or i16, times `factors` f32 [n] or [n, L]; there are none where numbers are bf16.
+
+    It is a small product that is left to do, and half the bytes that a GPU that does it must be sent.
+    """
+
+    numbers: Tensor
+    factors: Tensor | None
+
+    def on_host(self) -> Tensor:
+        """The states, bf16, on a CPU: in the calling thread alone, so that threads can each decode a row."""
+        if self.factors is None:
+            return self.numbers
+        return (dequantised if self.numbers.dtype == FP8 else off_grid)(self.numbers, self.factors)
+
+    def product(self) -> Tensor:
+        """The same on any device."""
+        return self.numbers if self.factors is None else (self.numbers.float() * self.factors[..., None]).to(torch.bfloat16)
+
+
+def joined_factored(parts: Sequence[Factored]) -> Factored:
+    """`parts` of one encoding, end to end."""
+    if len(parts) == 1:
+        return parts[0]
+    factors = [part.factors for part in parts if part.factors is not None]
+    kind = parts[0].numbers.dtype
+    numbers = torch.cat([as_bits(part.numbers) for part in parts]).view(kind)
+    return Factored(numbers, torch.cat(factors) if factors else None)
+
+
+def as_bits(numbers: Tensor) -> Tensor:
+    """`numbers` as integers of their size: torch moves few kinds of eight bits."""
+    return numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers.view(torch.int16)
+
+
+@dataclass(frozen=True)
 class Encoding:
     """How the states of one name lie in a shard: views of the mapped file, cut into rows at `borders`. Absent parts are None."""
 
@@ -138,20 +174,27 @@ class Encoding:
     frames: Tensor | None
     offsets: Sequence[int]
 
-    def row(self, number: int) -> Tensor:
-        """bf16 [n, …] of row `number`."""
+    def row(self, number: int) -> Factored:
+        """Row `number`, which is in frames."""
         row = slice(self.borders[number], self.borders[number + 1])
-        if self.values is not None:
-            assert self.scales is not None
-            return dequantised(self.values[row], self.scales[row])
         if self.scales is not None:
-            return dequantised(self.frame(number, self.shape[1]), self.scales[row])
+            return Factored(self.frame(number, self.shape[1]).view(FP8), self.scales[row])
         if self.steps is not None:
             assert self.lowest is not None
-            return off_grid(joined_multiples(self.frame(number, HIGH_PLANES), self.lowest[row]), self.steps[row])
+            return Factored(joined_multiples(self.frame(number, HIGH_PLANES), self.lowest[row]), self.steps[row])
         assert self.fractions is not None
         exponents = self.frame(number, self.shape[1] if len(self.shape) == 3 else 1)
-        return joined(exponents.view(-1, *self.shape[1:]), self.fractions[row])
+        return Factored(joined(exponents.view(-1, *self.shape[1:]), self.fractions[row]), None)
+
+    def stretch(self, first: int, last: int) -> Factored:
+        """States `first` to `last - 1`: views of the mapped file, or what the frames of their rows hold, and of no other."""
+        if self.values is not None:
+            assert self.scales is not None
+            return Factored(self.values[first:last], self.scales[first:last])
+        low, high = bisect_right(self.borders, first) - 1, bisect_left(self.borders, last)
+        whole = joined_factored([self.row(number) for number in range(low, high)])
+        part = slice(first - self.borders[low], last - self.borders[low])
+        return Factored(whole.numbers[part], None if whole.factors is None else whole.factors[part])
 
     def frame(self, number: int, layers: int) -> Tensor:
         """u8 [n, `layers`, H] of the frame of row `number`."""
@@ -192,21 +235,25 @@ class EncodedStates:
         start, stop = int(places[0]), int(places[-1]) + 1
         return EncodedStates(self.encoding, self.first + start, self.first + stop, places - start)
 
-    def read(self) -> Tensor:
-        """bf16 [n, …]: decodes the rows in which these states lie, and no other."""
-        borders = self.encoding.borders
+    def factored(self) -> Factored:
+        """These states but for a product."""
         if self.first >= self.last:
-            return torch.empty(self.shape, dtype=torch.bfloat16)
-        low, high = bisect_right(borders, self.first) - 1, bisect_left(borders, self.last)
-        rows = [self.encoding.row(number) for number in range(low, high)]
-        whole = rows[0] if len(rows) == 1 else torch.cat(rows)
-        part = whole[self.first - borders[low] : self.last - borders[low]]
-        return part if self.chosen is None else part[self.chosen]
+            return Factored(torch.empty(self.shape, dtype=torch.bfloat16), None)
+        found = self.encoding.stretch(self.first, self.last)
+        if self.chosen is None:
+            return found
+        numbers = as_bits(found.numbers)[self.chosen].view(found.numbers.dtype)
+        return Factored(numbers, None if found.factors is None else found.factors[self.chosen])
 
 
 States = Tensor | EncodedStates
 
 
+def factored(states: States) -> Factored:
+    """`states` but for a product; those of a plain tensor are whole, and a view of the mapped file as they are."""
+    return Factored(states, None) if isinstance(states, Tensor) else states.factored()
+
+
 def decoded(states: States) -> Tensor:
-    """`states` as a tensor; a plain one is a view of the mapped file as it is."""
-    return states if isinstance(states, Tensor) else states.read()
+    """`states` as a tensor bf16 [n, …]."""
+    return factored(states).on_host()

@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.states.encoded import EncodedStates, Encoding, States, decoded
+from scripts.lib.states.encoded import EncodedStates, Encoding, States, factored
+from scripts.lib.states.finite import finite
 from scripts.lib.states.format import STATES, TENSORS, HiddenShard, final_borders
 
 DTYPES = {
@@ -109,7 +110,7 @@ def ascending(values: Sequence[int]) -> bool:
 def check_finite(path: Path, shard: HiddenShard) -> None:
     """Read all states of `shard`, a row at a time, and raise StageError when one is NaN or infinite."""
     for name, states, borders in each_states(shard):
-        bad = torch.cat([~torch.isfinite(decoded(states[start:end])).flatten(1).all(1) for start, end in pairwise(borders)])
+        bad = torch.cat([~finite(factored(states[start:end])) for start, end in pairwise(borders)])
         if bad.any():
             raise StageError(f"{path}: {int(bad.sum())} rows of {name} are not finite, first at {int(bad.nonzero()[0])}; {REMEDY}")
 

@@ -1,7 +1,8 @@
 """Linear layer and loss in one pass over chunks of teachers: losses and gradients, never [Q, D] at once.
 
-A chunk of teachers serves all steps that it teaches: slot q of step s has the teacher of slot q + s, so the rows of step s
-are the chunk's own, shifted by s. Teacher logits are made once, student logits once; both die with the chunk.
+A chunk of teachers serves all steps that it teaches: slot q of step s has the teacher of slot q + s, so that states are moved
+to their teachers beforehand, and a chunk is one stretch of all steps. Rows behind the last teacher, and those that a move leaves empty,
+count nothing. Teacher logits are made once, student logits once; both die with the chunk.
 Shapes: K steps, Q slots, H hidden size, D draft vocabulary, C teachers of a chunk, M student rows of a chunk.
 """
 
@@ -70,27 +71,37 @@ def distil(states: Sequence[Tensor], head: Tensor, goal: Goal, epilogue: Epilogu
 
     Matrix products run in the dtype of `states`; softmax, losses and the head's gradient in float32.
     """
-    share, count = goal.share, len(goal.final)
-    losses = torch.zeros(share.shape, device=share.device)
-    grads = [torch.zeros_like(state) for state in states]
+    steps, count = goal.share.shape
+    by_teacher, share = shifted(states), shifted(goal.share)
+    losses = torch.zeros_like(share)
     grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-    order = torch.arange(count, device=share.device)
+    index = torch.arange(min(teachers, count), device=share.device).repeat(steps, 1)
     for start in range(0, count, teachers):
-        end = min(start + teachers, count)
-        taught = [slice(max(start - step, 0), max(end - step, 0)) for step in range(len(states))]
-        teacher = goal.final[start:end] @ goal.head.t()
-        inputs = torch.cat([state[part] for state, part in zip(states, taught, strict=True)])
-        index = torch.cat([order[part.start + step - start : part.stop + step - start] for step, part in enumerate(taught)])
-        weight = torch.cat([share[step, part] for step, part in enumerate(taught)])
+        here = slice(start, min(start + teachers, count))
+        size = here.stop - here.start
+        teacher = goal.final[here] @ goal.head.t()
+        inputs = by_teacher[:, here].flatten(0, 1)
         logits = inputs @ head.t()
-        found = epilogue(logits, teacher, teacher.float().logsumexp(-1), index, weight)
-        back = logits @ head
+        found = epilogue(logits, teacher, teacher.float().logsumexp(-1), index[:, :size].flatten(), share[:, here].flatten())
         add_product(grad_head, logits, inputs)
-        sizes = [part.stop - part.start for part in taught]
-        for step, (part, loss, grad) in enumerate(zip(taught, found.split(sizes), back.split(sizes), strict=True)):
-            losses[step, part] = loss
-            grads[step][part] = grad
-    return Distilled(losses, grads, grad_head)
+        losses[:, here] = found.view(steps, size)
+        by_teacher[:, here] = (logits @ head).view(steps, size, -1)  # gradients take the memory of the states that they are of
+    by_teacher[:, count:] = 0
+    return Distilled(torch.stack(unshifted(losses, count)), unshifted(by_teacher, count), grad_head)
+
+
+def shifted(values: Sequence[Tensor] | Tensor) -> Tensor:
+    """[K, Q + K - 1, …] of K `values` [Q, …]: those of step s stand s places further on, at their teachers; zeros elsewhere."""
+    steps, count = len(values), len(values[0])
+    wide = values[0].new_zeros(steps, count + steps - 1, *values[0].shape[1:])
+    for step, own in enumerate(values):
+        wide[step, step : step + count] = own
+    return wide
+
+
+def unshifted(wide: Tensor, count: int) -> list[Tensor]:
+    """For each step the values [Q, …] that `shifted` moved, Q being `count`."""
+    return [own[step : step + count] for step, own in enumerate(wide)]
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

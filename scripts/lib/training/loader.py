@@ -1,43 +1,38 @@
-"""Packed batches made ahead of their use: a thread puts rows into page-locked memory, several decode what is stored in fewer bytes, and a
-stream of its own copies the batch.
+"""Packed batches made ahead of their use. For a GPU, threads put rows into page-locked memory as they are stored, a stream of its own
+copies the batch, and the GPU decodes it; otherwise threads decode.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
 from scripts.lib.training.batches import TrainingRow
-from scripts.lib.training.packed import Capacity, PackedBatch, collate_packed
+from scripts.lib.training.packed import Capacity, FactoredBatch, PackedBatch, collate_factored, collate_packed
 
-AHEAD = 2
+Made = TypeVar("Made")
+AHEAD = 3  # batches in the making, of which one may meet rows that the page cache has lost
 
 
 def packed_batches(runs: Sequence[Iterable[TrainingRow]], capacity: Capacity, dtype: torch.dtype, device: str) -> Iterator[PackedBatch]:
     """A batch on `device` for each of `runs`, in order; the next ones are made while one is used."""
-    on_cuda = torch.device(device).type == "cuda"
-    moved = CudaMover(device) if on_cuda else lambda batch: batch
-
-    def make(rows: Iterable[TrainingRow]) -> PackedBatch:
-        return collate_packed(list(rows), capacity, dtype, on_cuda, readers.map)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as readers, ThreadPoolExecutor(1) as pool:
-        yield from ahead(pool, make, moved, runs)
+    with ThreadPoolExecutor(torch.get_num_threads()) as readers, ThreadPoolExecutor(AHEAD) as pool:
+        if torch.device(device).type == "cuda":
+            made = ahead(pool, lambda rows: collate_factored(list(rows), capacity, dtype, readers.map), runs)
+            yield from map(CudaMover(device), made)
+        else:
+            yield from ahead(pool, lambda rows: collate_packed(list(rows), capacity, dtype, readers.map), runs)
 
 
-def ahead(
-    pool: ThreadPoolExecutor,
-    make: Callable[[Iterable[TrainingRow]], PackedBatch],
-    moved: Callable[[PackedBatch], PackedBatch],
-    runs: Sequence[Iterable[TrainingRow]],
-) -> Iterator[PackedBatch]:
-    """`moved(make(run))` for each of `runs`; up to `AHEAD` are in the making."""
+def ahead(pool: ThreadPoolExecutor, make: Callable[[Iterable[TrainingRow]], Made], runs: Sequence[Iterable[TrainingRow]]) -> Iterator[Made]:
+    """`make(run)` for each of `runs`; up to `AHEAD` are in the making."""
     waiting = [pool.submit(make, rows) for rows in runs[:AHEAD]]
     for place in range(len(runs)):
         batch = waiting.pop(0).result()
         if place + AHEAD < len(runs):
             waiting.append(pool.submit(make, runs[place + AHEAD]))
-        yield moved(batch)
+        yield batch
 
 
 class CudaMover:
@@ -46,8 +41,8 @@ class CudaMover:
     def __init__(self, device: str) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
-    def __call__(self, batch: PackedBatch) -> PackedBatch:
-        """`batch` on the device; the current stream waits for it, the host does not."""
+    def __call__(self, batch: FactoredBatch) -> PackedBatch:
+        """`batch` on the device, decoded; the current stream waits for it, the host does not."""
         with torch.cuda.stream(self.stream):
             copied = batch.to(self.device)
         current = torch.cuda.current_stream(self.device)

@@ -3,17 +3,17 @@
 Shapes: N positions and Q slots of a batch, both filled up to a multiple of a block; H hidden size.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scripts.lib.states.encoded import States, decoded
+from scripts.lib.states.encoded import Factored, States, as_bits, decoded, factored
 from scripts.lib.training.batches import TrainingRow, offsets
 
-Each = Callable[[Callable[[States], Tensor], Iterable[States]], Iterable[Tensor]]
+Each = Callable[[Callable[[States], Any], Iterable[States]], Iterable[Any]]
 BLOCK = 128  # side of the blocks in which attention masks are kept
 
 
@@ -60,40 +60,85 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def collate_packed(
-    rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch.dtype, pinned: bool = False, each: Each = map
-) -> PackedBatch:
-    """Put `rows` end to end into a batch of `capacity` on the CPU, states in `dtype`, in page-locked memory if `pinned`.
+@dataclass(frozen=True)
+class FactoredBatch:
+    """A batch in page-locked memory that is decoded where it is going: numbers stand in place of states, with the `factors` of some.
+
+    `factors` f32, called `aux` [N, 3] and `final` [Q]; states whose encoding has none are there as they are. `dtype` is what they become.
+    """
+
+    batch: PackedBatch
+    factors: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    def to(self, device: str) -> PackedBatch:
+        """The batch on `device`; from pinned memory the copy does not wait."""
+        moved = self.batch.to(device)
+        factors = {name: factor.to(device, non_blocking=True) for name, factor in self.factors.items()}
+        aux, final = (Factored(numbers, factors.get(name)).product() for name, numbers in (("aux", moved.aux), ("final", moved.final)))
+        return replace(moved, aux=aux.to(self.dtype), final=final.to(self.dtype))
+
+
+def collate_packed(rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch.dtype, each: Each = map) -> PackedBatch:
+    """Put `rows` end to end into a batch of `capacity` on the CPU, states in `dtype`.
 
     `each` decodes the rows' states, like `map`; that of a pool does so in several threads.
     """
+    size = rows[0].aux.shape[2]
+    aux = filled(list(each(decoded, [row.aux for row in rows])), (capacity.positions, 3, size), dtype)
+    final = filled(list(each(decoded, [row.final for row in rows])), (capacity.slots, size), dtype)
+    return without_states(rows, capacity, aux, final)
+
+
+def collate_factored(
+    rows: Sequence[TrainingRow], capacity: Capacity, dtype: torch.dtype, each: Each = map, pinned: bool = True
+) -> FactoredBatch:
+    """The same for another device, which does the products; in page-locked memory if `pinned`. `each` unpacks compressed rows."""
+    numbers: dict[str, Tensor] = {}
+    factors: dict[str, Tensor] = {}
+    for name, count in (("aux", capacity.positions), ("final", capacity.slots)):
+        parts = list(each(factored, [getattr(row, name) for row in rows]))
+        kind = parts[0].numbers.dtype
+        bits = [as_bits(part.numbers) for part in parts]
+        numbers[name] = filled(bits, (count, *bits[0].shape[1:]), bits[0].dtype, pinned).view(kind)
+        found = [part.factors for part in parts if part.factors is not None]
+        if found:
+            factors[name] = filled(found, (count, *found[0].shape[1:]), torch.float32, pinned)
+    return FactoredBatch(without_states(rows, capacity, numbers["aux"], numbers["final"], pinned), factors, dtype)
+
+
+def without_states(rows: Sequence[TrainingRow], capacity: Capacity, aux: Tensor, final: Tensor, pinned: bool = False) -> PackedBatch:
+    """The batch of `rows` around the states `aux` and `final`, which are made already."""
     lengths, counts = [len(row.aux) for row in rows], [len(row.slots) for row in rows]
-    row_starts = offsets(lengths)
-    trained, size = sum(counts), rows[0].aux.shape[2]
+    row_starts, trained = offsets(lengths), sum(counts)
 
-    def filled(parts: Sequence[Tensor], shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """`parts` end to end in memory of `shape`; zeros behind them."""
-        whole = torch.empty(shape, dtype=kind, pin_memory=pinned)
-        used = sum(len(part) for part in parts)
-        place = 0
-        for part in parts:
-            whole[place : place + len(part)].copy_(part)
-            place += len(part)
-        whole[used:] = 0
-        return whole
+    def joined(parts: Sequence[Tensor], count: int) -> Tensor:
+        return filled(parts, (count,), torch.int64, pinned)
 
-    slots = filled([row.slots + start for row, start in zip(rows, row_starts, strict=False)], (capacity.slots,), torch.int64)
-    starts = filled([torch.full((count,), start) for count, start in zip(counts, row_starts, strict=False)], (capacity.slots,), torch.int64)
+    slots = joined([row.slots + start for row, start in zip(rows, row_starts, strict=False)], capacity.slots)
+    starts = joined([torch.full((count,), start) for count, start in zip(counts, row_starts, strict=False)], capacity.slots)
     slots[trained:], starts[trained:] = slots[trained - 1], starts[trained - 1]
     return PackedBatch(
         ids=tuple(row.id for row in rows),
         trained=trained,
-        aux=filled(list(each(decoded, [row.aux for row in rows])), (capacity.positions, 3, size), dtype),
-        next_tokens=filled([row.tokens[1:] for row in rows], (capacity.positions,), torch.int64),
-        positions=filled([torch.arange(length) for length in lengths], (capacity.positions,), torch.int64),
+        aux=aux,
+        next_tokens=joined([row.tokens[1:] for row in rows], capacity.positions),
+        positions=joined([torch.arange(length) for length in lengths], capacity.positions),
         slots=slots,
         starts=starts,
-        remaining=filled([row.remaining for row in rows], (capacity.slots,), torch.int64),
-        final=filled(list(each(decoded, [row.final for row in rows])), (capacity.slots, size), dtype),
-        argmax=filled([row.argmax for row in rows], (capacity.slots,), torch.int64),
+        remaining=joined([row.remaining for row in rows], capacity.slots),
+        final=final,
+        argmax=joined([row.argmax for row in rows], capacity.slots),
     )
+
+
+def filled(parts: Sequence[Tensor], shape: tuple[int, ...], kind: torch.dtype, pinned: bool = False) -> Tensor:
+    """`parts` end to end in memory of `shape`; zeros behind them."""
+    whole = torch.empty(shape, dtype=kind, pin_memory=pinned)
+    used = sum(len(part) for part in parts)
+    place = 0
+    for part in parts:
+        whole[place : place + len(part)].copy_(part)
+        place += len(part)
+    whole[used:] = 0
+    return whole

@@ -67,9 +67,14 @@ def block_mask(batch: PackedBatch) -> BlockMask:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= starts[query]) & (key <= slots[query])
 
-    return BlockMask.from_kv_blocks(
-        *listed(touched & ~full), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(len(slots), len(batch.positions))
-    )
+    # Both directions are listed here: `from_kv_blocks` turns one into the other by a `vmap` that takes the host as long as a small batch's
+    # products take the GPU.
+    # Slots are listed for the keys too: `from_kv_blocks` would do that by a `vmap` that takes the host as long as a small batch's products
+    # take the GPU.
+    part = touched & ~full
+    partial, whole, partial_slots, whole_slots = (listed(blocks) for blocks in (part, full, part.t(), full.t()))
+    lengths = (len(slots), len(batch.positions))
+    return BlockMask(lengths, *partial, *whole, *partial_slots, *whole_slots, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=sees)
 
 
 def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ Shapes: T tokens of a shard, S trained slots of a row, H hidden size.
 
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -56,17 +57,20 @@ class RowSet:
 def load_rows(folder: Path, manifest: Manifest, split: str) -> RowSet:
     """Rows of the shards `split`-*.safetensors of stage hidden in `folder`; states stay in the mapped files.
 
-    Raises StageError for a shard that is altered, cut, or holds values that are not finite.
+    Raises StageError for a shard that is altered, cut, or holds values that are not finite. All bytes are looked at, so that the shards
+    are shared out to as many threads as torch has.
     """
-    return RowSet.of(checked_rows(folder, shard) for shard in manifest.shards if shard.name.startswith(f"{split}-"))
+    shards = [shard for shard in manifest.shards if shard.name.startswith(f"{split}-")]
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return RowSet.of(pool.map(lambda shard: checked_rows(folder, shard), shards))
 
 
-def checked_rows(folder: Path, shard: Shard) -> Iterator[TrainingRow]:
+def checked_rows(folder: Path, shard: Shard) -> list[TrainingRow]:
     """The rows of `shard` in `folder`, once all of it is known to be good."""
     path = checked_shard(folder, shard)
     content = read_shard(path)
     check_finite(path, content)
-    return shard_rows(path, content)
+    return list(shard_rows(path, content))
 
 
 def thinned(found: RowSet, fraction: float, seed: int) -> RowSet:

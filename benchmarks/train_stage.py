@@ -23,6 +23,7 @@ from scripts.lib.ground.manifest import NAME, Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job, run
 from scripts.lib.states.encoded import decoded
 from scripts.lib.states.format import HiddenShard, write_shard
+from scripts.lib.states.storing import DTYPES, Storing
 from scripts.lib.training.batches import TrainingRow, offsets
 from scripts.lib.training.build import train
 from scripts.lib.vocabulary.tables import tables, write_vocabulary
@@ -38,17 +39,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="new or empty")
     for name, default in (("rows", 2000), ("epochs", 6), ("batch-tokens", 32768), ("micro-tokens", 32768), ("threads", 8), ("ranks", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--stored", choices=DTYPES, default=DTYPES[0], help="of the states on disk")
     parser.add_argument("--shard", action="store_true", help="ranks share masters, gradients and optimizer")
     parser.add_argument("--recompute", action="store_true", help="compute draft steps again in the backward pass")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     shape = SHAPES[arguments.shape]
-    make_inputs(arguments.folder, shape, arguments.rows)
+    make_inputs(arguments.folder, shape, arguments.rows, Storing(arguments.stored))
     job = stage_job(arguments.folder, shape, arguments)
     run(job, train)
     cost = json.loads((job.output / "cost.json").read_text())
     size = sum(path.stat().st_size for path in (arguments.folder / "hidden").iterdir())
-    figures = {"shape": arguments.shape, "device": arguments.device, "ranks": arguments.ranks, "ttt": shape.steps, "hidden_bytes": size}
+    figures = {"shape": arguments.shape, "device": arguments.device, "ranks": arguments.ranks, "ttt": shape.steps}
+    figures |= {"stored": arguments.stored, "batch_tokens": arguments.batch_tokens, "hidden_bytes": size}
     print(json.dumps(figures | {"trained_tokens_per_second": cost["trained_tokens_per_second"], "cost": cost}))
 
 
@@ -74,7 +77,7 @@ def stage_job(folder: Path, shape: Shape, arguments: argparse.Namespace) -> Job:
     return Job("train", folder / "drafter", inputs, {"drafter": drafter, "name": "made_up", "seed": 0}, runtime, folder / "work")
 
 
-def make_inputs(folder: Path, shape: Shape, count: int) -> None:
+def make_inputs(folder: Path, shape: Shape, count: int, storing: Storing) -> None:
     """Write `target`, `vocab` and `hidden` below `folder`."""
     for name in ("target", "vocab", "hidden"):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -94,7 +97,7 @@ def make_inputs(folder: Path, shape: Shape, count: int) -> None:
     for split, part in (("eval", rows[:40]), ("train", rows[40:])):
         for number in range(0, len(part), ROWS_PER_SHARD):
             paths.append(folder / "hidden" / f"{split}-{number // ROWS_PER_SHARD:05d}.safetensors")
-            write_shard(paths[-1], shard(part[number : number + ROWS_PER_SHARD]))
+            write_shard(paths[-1], shard(part[number : number + ROWS_PER_SHARD]), storing)
     facts = {
         "boundaries": [2, shape.layers // 2, shape.layers - 3],
         "num_layers": shape.layers,

@@ -4,7 +4,8 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import polars as pl
 import pytest
@@ -16,6 +17,7 @@ from scripts.lib.engines.protocol import Completion, Request
 from scripts.lib.generation import responses
 from scripts.lib.generation.build import generate
 from scripts.lib.generation.conversation import Conversation, places, split_reasoning
+from scripts.lib.generation.outcome import Outcome
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job, run
@@ -185,6 +187,19 @@ def test_rows_that_cannot_be_asked_are_rejected_by_reason(target: Path, tmp_path
     table, failed, manifest = result(generate_job(tmp_path, publish_prepared(tmp_path / "p", rows), target))
     assert table["id"].to_list() == ["fine"] and manifest.counts.rows_in == 4
     assert failed.select("id", "reason").rows() == [("long", "context_full"), ("nobody", "no_user_turn"), ("unfit", "template")]
+
+
+def test_conversations_too_long_for_the_target_are_told_from_a_server_that_fails() -> None:
+    """Two dialogues of forty turns made a fifteenth of a data set's turns fail: the remedy is not the server's."""
+    outcome = Outcome(40, {"truncated": 1.0, "empty": 1.0, "failed": 0.1})
+    long = cast(Conversation, SimpleNamespace(id="long", turn=12, places=range(30)))
+    with pytest.raises(
+        StageError, match=r"45\.00% of 40 turns are failed, .*'context_full': 1, 'history_failed': 17.*lower generate\.max_tokens"
+    ):
+        outcome.reject(long, "context_full", "2050 prompt tokens, the target takes 2048")
+    broken = Outcome(40, {"truncated": 1.0, "empty": 1.0, "failed": 0.1})
+    with pytest.raises(StageError, match="finished answers are kept: mend the cause, or raise"):
+        broken.reject(long, "server_lost", "")
 
 
 def test_answers_end_where_the_targets_context_ends(target: Path, tmp_path: Path, scripted: Any) -> None:

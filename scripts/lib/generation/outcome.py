@@ -11,7 +11,10 @@ from scripts.lib.ground.errors import StageError
 
 log = logging.getLogger(__name__)
 VALUE_LENGTH = 200
-NOT_FAILED = ("truncated", "empty")
+MEND = {
+    "context_full": "conversations outgrow the target's context (history_failed are the turns behind): lower generate.max_tokens or the "
+    "data set's max_prompt_tokens, or take generate.turns: first"
+}
 
 
 @dataclass
@@ -50,9 +53,10 @@ class Outcome:
         if over:
             log.error("%s", self.table())
             name, share = next(iter(over.items()))
+            causes = [MEND[reason] for reason in self.reasons if name == "failed" and reason in MEND] or ["mend the cause"]
             raise StageError(
                 f"{share:.2%} of {self.turns} turns are {name}, limit {self.stop_at[name]:.2%} ({dict(sorted(self.reasons.items()))}, "
-                f"answers {dict(sorted(self.answers.items()))}); finished answers are kept: mend the cause, or raise "
+                f"answers {dict(sorted(self.answers.items()))}); finished answers are kept: {'; '.join(causes)}, or raise "
                 f"runtime.requests.stop_at.{name}, and start again"
             )
 

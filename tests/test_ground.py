@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import tempfile
 import time
 from pathlib import Path
 
@@ -130,6 +131,18 @@ def test_publish_replaces_what_was_there(tmp_path):
         (work / text).write_text(text)
         publish(work, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+
+
+def test_an_output_on_another_disk_is_refused_before_the_work(tmp_path):
+    """A run's folder linked to a larger disk, say: the rename at the end of hours would fail."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        assert Path(elsewhere).stat().st_dev != tmp_path.stat().st_dev
+        (tmp_path / "results").mkdir()
+        (tmp_path / "results/run").symlink_to(elsewhere)
+        with pytest.raises(StageError, match=r"results/run/merged would be .*on another disk.*keep results/ whole on one disk"):
+            run(job_in(tmp_path), lambda *_: pytest.fail("the work had begun"))
+        (tmp_path / "results/run").unlink()
+        run(job_in(tmp_path), lambda job, folder: Result(manifest_of()))
 
 
 def hold(folder: Path, ready) -> None:

@@ -105,7 +105,8 @@ def test_the_fastest_variant_is_held_against_the_fastest_target_alone():
     (leader,) = leaders(with_baselines([with_unknown(slow), with_unknown(fast)]))
     assert (leader.variant, leader.gain.value) == ("graphs", pytest.approx(0.9))
     assert (
-        leader_words(leader) == "No variant pays: serve the target alone. graphs comes nearest, 0.90 times the target alone over all tasks."
+        leader_words(leader)
+        == "No variant pays: serve the target alone. graphs comes nearest, 0.90 times the target alone at its fastest over all tasks."
     )
 
 
@@ -155,7 +156,7 @@ def test_a_variant_that_writes_other_answers_does_not_lead():
     (leader,) = leaders(with_baselines([with_unknown(wrong), with_unknown(right)]))
     assert leader.variant == "right"
     (leader,) = leaders(with_baselines([with_unknown(wrong)]))
-    assert leader_words(leader) == "No variant is lossless: wrong, 4.50 times the target alone, writes other answers."
+    assert leader_words(leader) == "No variant is lossless: wrong, 4.50 times the target alone at its fastest, writes other answers."
 
 
 def test_a_cycle_cheaper_than_a_plain_step_bounds_shorter_ones_from_above():

@@ -81,6 +81,16 @@ def claimed(folder: Path) -> Iterator[Path]:
         yield folder
 
 
+def check_one_disk(work: Path, output: Path) -> None:
+    """StageError when a folder cannot be renamed from `work` to `output`: before the work, of which a failed rename would be the end."""
+    places = [next(place for place in path.absolute().parents if place.exists()) for path in (work, output)]
+    if len({place.stat().st_dev for place in places}) > 1:
+        raise StageError(
+            f"{output} would be published by renaming a folder from {places[0]}, but {places[1]} is on another disk, and a rename does not "
+            "reach across: keep results/ whole on one disk, by moving it there and linking to it"
+        )
+
+
 def publish(work: Path, output: Path) -> None:
     """Move the finished folder `work` to `output`, replacing what was published there before.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import canonical, claimed, publish, sha256_file, sha256_text, write_json
+from scripts.lib.ground.files import canonical, check_one_disk, claimed, publish, sha256_file, sha256_text, write_json
 from scripts.lib.ground.manifest import NAME, Manifest
 from scripts.lib.ground.provenance import code
 
@@ -86,6 +86,7 @@ def run(job: Job, build: Build) -> None:
         log.info("unchanged %s: settings, code and inputs are those that it was made of", job.output)
         return
     folder = job.work / job.stage / fingerprint
+    check_one_disk(folder, job.output)
     resumed = folder.exists()
     with claimed(folder):
         if not (folder / NAME).exists():

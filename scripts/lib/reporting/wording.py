@@ -60,8 +60,10 @@ def remarks(cells: Sequence[Cell]) -> list[str]:
 def leader_words(leader: Leader) -> str:
     """The fastest variant of a concurrency."""
     if not leader.lossless:
-        return f"No variant is lossless: {leader.variant}, {leader.gain.words()} times the target alone, writes other answers."
-    speed = f"{leader.gain.words()} times the target alone over all tasks"
+        return (
+            f"No variant is lossless: {leader.variant}, {leader.gain.words()} times the target alone at its fastest, writes other answers."
+        )
+    speed = f"{leader.gain.words()} times the target alone at its fastest over all tasks"
     if leader.gain.value < 1:
         return f"No variant pays: serve the target alone. {leader.variant} comes nearest, {speed}."
     doubt = "" if leader.gain.low > 1 else " Its interval reaches below 1: more prompts or repeats would tell."

@@ -16,7 +16,7 @@ import torch
 from scripts.lib.eagle3.layers import default_boundaries
 from scripts.lib.engines.opening import DTYPES
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
-from scripts.lib.states.capture import capture
+from scripts.lib.states.capture import Batching, capture
 from scripts.lib.states.rows import TokenRow
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     engine = TransformersEngine(model, frozenset())
     tokens = sum(len(row.input_ids) for row in rows)
     figures = {
-        "capture": measured(tokens, lambda: capture(engine, rows, boundaries, options.batch_tokens)),
+        "capture": measured(tokens, lambda: capture(engine, rows, boundaries, Batching(options.batch_tokens)).wait()),
         "library_batch_1": measured(tokens, lambda: [plain(model, [row]) for row in rows]),
         "library_batch_8": measured(tokens, lambda: [plain(model, rows[start : start + 8]) for start in range(0, len(rows), 8)]),
     }

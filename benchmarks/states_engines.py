@@ -9,12 +9,11 @@ transformers computes them too. The last line is JSON.
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,18 +23,16 @@ import polars as pl
 import torch
 from torch.nn.functional import cosine_similarity
 
+from benchmarks.hidden_stage import timed, write_speeds
 from scripts.lib.eagle3.layers import default_boundaries
 from scripts.lib.engines.opening import DTYPES, open_engine
 from scripts.lib.engines.protocol import RowStates, StateRequest
 from scripts.lib.engines.settings import EngineSettings, TargetShape
-from scripts.lib.ground.files import write_bytes
-from scripts.lib.states.capture import capture, stored
-from scripts.lib.states.format import packed, write_shard
+from scripts.lib.states.capture import Batching, capture
+from scripts.lib.states.format import PLAIN
 from scripts.lib.states.rows import TokenRow
 from scripts.lib.states.served import Serving
 from scripts.lib.states.served_asking import ANSWER_SECONDS, IN_FLIGHT, Asking, grouped
-
-GIGA = 1e9
 
 
 def main() -> None:
@@ -49,12 +46,12 @@ def main() -> None:
         serving = Serving.of(runtime, options.target, options.dtype, boundaries, folder / "partial" / "pieces")
         with serving.open() as asking:
             speeds, states = dumped(asking, rows, options.repeats)
-        speeds |= written(folder, rows, states)
+        speeds |= write_speeds(folder, rows, states, PLAIN)
         print(speeds, flush=True)
     settings = EngineSettings("transformers", options.dtype, options.device, options.threads)
     engine = open_engine(settings, options.target, frozenset())
     start = time.perf_counter()
-    plain = capture(engine, rows, boundaries, options.batch_tokens)
+    plain = capture(engine, rows, boundaries, Batching(options.batch_tokens, leads=options.device == "cpu")).wait()
     speeds["transformers_tokens_per_second"] = round(tokens(rows) / (time.perf_counter() - start), 1)
     versions = serving.versions()
     print(
@@ -74,7 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="further flags of the server, in one string")
     parser.add_argument("--count", type=int, default=200, help="rows, evenly drawn")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a row; longer ones are cut")
-    parser.add_argument("--repeats", type=int, default=3, help="plain prefills and dumps of all rows, in turns")
+    parser.add_argument("--repeats", type=int, default=5, help="plain prefills and dumps of all rows, in turns")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="of transformers")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16")
@@ -109,22 +106,21 @@ def tokens(rows: Sequence[TokenRow]) -> int:
 
 
 def dumped(asking: Asking, rows: Sequence[TokenRow], repeats: int) -> tuple[dict[str, Any], list[RowStates]]:
-    """Tokens a second of plain prefills and of dumps, in turns on one server after a turn of each that is not counted; the states."""
+    """Tokens a second of plain prefills and of dumps, in turns on one server after a turn of all rows that is not counted; the states."""
     requests = [StateRequest(row.input_ids, row.final_index) for row in rows]
-    prefill(asking, requests[:8])
-    asking.announce(requests[:8])
-    states = [asking.take(request) for request in requests[:8]]
+    states: list[RowStates] = []
     seconds: dict[str, list[float]] = {"prefill": [], "dump": []}
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         seconds["prefill"].append(timed(lambda: prefill(asking, requests)))
         states.clear()
         asking.announce(requests)
         seconds["dump"].append(timed(lambda: states.extend(asking.take(request) for request in requests)))
         print({name: round(values[-1], 2) for name, values in seconds.items()}, flush=True)
+    seconds = {name: values[1:] for name, values in seconds.items()}
     speeds = {name: tokens(rows) / statistics.median(values) for name, values in seconds.items()}
     shares = [plain / dump for plain, dump in zip(seconds["prefill"], seconds["dump"], strict=True)]
     figures = {f"{name}_tokens_per_second": round(speed, 1) for name, speed in speeds.items()}
-    return figures | {"dump_of_prefill": round(statistics.median(shares), 3)}, [stored(*pair) for pair in zip(rows, states, strict=True)]
+    return figures | {"dump_of_prefill": round(statistics.median(shares), 3)}, states
 
 
 def prefill(asking: Asking, requests: Sequence[StateRequest]) -> None:
@@ -139,23 +135,6 @@ def prefill(asking: Asking, requests: Sequence[StateRequest]) -> None:
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         list(pool.map(ask, grouped(requests)))
-
-
-def written(folder: Path, rows: Sequence[TokenRow], states: Sequence[RowStates]) -> dict[str, float]:
-    """GB/s of packing and writing the rows as a shard, and of a plain file of as many bytes, both until the disk has them."""
-    path = folder / "shard.safetensors"
-    wall = timed(lambda: write_shard(path, packed(rows, states)))
-    size = path.stat().st_size
-    data = (os.urandom(1 << 20) * (size // (1 << 20) + 1))[:size]
-    plain = timed(lambda: write_bytes(folder / "plain", data))
-    return {"write_gb_per_second": round(size / wall / GIGA, 3), "disk_gb_per_second": round(size / plain / GIGA, 3)}
-
-
-def timed(action: Callable[[], object]) -> float:
-    """Seconds of `action`."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def likeness(boundaries: Sequence[int], states: Sequence[RowStates], plain: Sequence[RowStates]) -> dict[str, dict[str, float]]:

@@ -20,8 +20,8 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
 from scripts.lib.ground.stage import run
 from scripts.lib.states import hidden as stage
+from scripts.lib.states import writer
 from scripts.lib.states.encoded import decoded
-from scripts.lib.states.format import HiddenShard
 from scripts.lib.states.hidden import hidden
 from scripts.lib.states.reader import read_shard
 from scripts.lib.states.rows import plan_shards
@@ -261,16 +261,16 @@ def test_a_full_disk_in_mid_dump_loses_no_finished_shard(
     job, whole = (hidden_job(tmp_path / name, merged, target) for name in ("full", "whole"))
     run(whole, hidden)
     made: list[str] = []
-    write = stage.write_shard
+    write = writer.write_rows
 
-    def full(path: Path, shard: HiddenShard, storing: Storing) -> None:
+    def full(path: Path, *rest: Any) -> str:
         if len(made) == 2:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         made.append(path.name)
-        write(path, shard, storing)
+        return write(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "write_shard", full)
+        patch.setattr(writer, "write_rows", full)
         with pytest.raises(OSError, match="No space left"):
             run(job, hidden)
     kept = {path.name: path.stat().st_mtime_ns for path in job.work.glob("hidden/*/*.safetensors")}
@@ -302,13 +302,13 @@ def test_finished_shards_are_kept_and_torn_ones_made_again(
     (folder / "train-00002.safetensors").write_bytes(shards["train-00002.safetensors"][:500])
     (folder / ".train-00003.safetensors.part").write_bytes(b"left over")
     made: list[str] = []
-    write = stage.write_shard
+    write = writer.write_rows
 
-    def noted(path: Path, shard: HiddenShard, storing: Storing) -> None:
+    def noted(path: Path, *rest: Any) -> str:
         made.append(path.name)
-        write(path, shard, storing)
+        return write(path, *rest)
 
-    monkeypatch.setattr(stage, "write_shard", noted)
+    monkeypatch.setattr(writer, "write_rows", noted)
     hidden(job, folder)
     assert made == ["train-00001.safetensors", "train-00002.safetensors"]
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == shards

@@ -10,12 +10,16 @@ from safetensors.torch import save_file
 
 from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRequest
 from scripts.lib.ground.errors import StageError
-from scripts.lib.states.capture import batches, capture
-from scripts.lib.states.checks import defect
+from scripts.lib.ground.files import canonical, sha256_file, sha256_text
+from scripts.lib.states import format as layout
+from scripts.lib.states.capture import Batching, batches, capture
+from scripts.lib.states.checks import Peaks, defect, largest
 from scripts.lib.states.encoded import decoded
-from scripts.lib.states.format import TENSORS, HiddenShard, packed, write_shard
+from scripts.lib.states.format import TENSORS, HiddenShard, packed, write_rows, write_shard
 from scripts.lib.states.reader import check_finite, read_shard
-from scripts.lib.states.rows import TokenRow
+from scripts.lib.states.reuse import Earlier
+from scripts.lib.states.rows import TokenRow, digest
+from scripts.lib.states.storing import Storing, every_storing
 
 H = 4
 
@@ -52,7 +56,7 @@ def rows() -> list[TokenRow]:
 
 
 def shard() -> HiddenShard:
-    return packed(rows(), capture(FakeEngine(), rows(), [1, 2, 3], 100))
+    return packed(rows(), capture(FakeEngine(), rows(), [1, 2, 3], Batching(100)).wait())
 
 
 def test_rows_lie_end_to_end_with_teachers_where_a_span_has_a_next_token() -> None:
@@ -72,6 +76,26 @@ def test_a_shard_comes_back_as_it_was_written_and_equal_shards_are_equal_bytes(t
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
     check_finite(tmp_path / "one", back)
+
+
+@pytest.mark.parametrize("storing", list(every_storing()), ids=str)
+@pytest.mark.parametrize("stretch", [1, 3 * 3 * H, 2**21])
+def test_rows_that_are_not_put_together_first_give_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storing: Storing, stretch: int
+) -> None:
+    """Also where a row is longer than what is encoded at a time, and the digest is that of the file."""
+    monkeypatch.setattr(layout, "STRETCH", stretch)
+    generator = torch.Generator().manual_seed(1)
+
+    def made(row: TokenRow) -> RowStates:
+        tokens, teachers = len(row.input_ids), len(row.final_index)
+        aux, final = (torch.randn(size, generator=generator).bfloat16() for size in ((tokens, 3, H), (teachers, H)))
+        return RowStates(aux, final, torch.arange(teachers))
+
+    states = [made(row) for row in rows()]
+    digests = (write_rows(tmp_path / "one", rows(), states, storing), write_shard(tmp_path / "two", packed(rows(), states), storing))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    assert digests == (sha256_file(tmp_path / "one"),) * 2
 
 
 @pytest.mark.parametrize("size", [0, 5, 200, -1])
@@ -115,14 +139,14 @@ def test_states_that_are_not_finite_are_refused_by_the_reader_too(tmp_path: Path
 def test_fewer_states_than_tokens_are_refused() -> None:
     """A prefix cache skips cached tokens, and nothing is captured for them (SpecForge pull 698)."""
     with pytest.raises(StageError, match=r"row c: the engine gave .*\(1, 3, 1, 1\), wanted \(2, 3, 1, 1\).*prefix cache"):
-        capture(FakeEngine(cached=1), rows(), [1, 2, 3], 100)
+        capture(FakeEngine(cached=1), rows(), [1, 2, 3], Batching(100))
 
 
 def test_batches_hold_like_lengths_and_states_return_in_row_order() -> None:
     distinct = [[number] * length for number, length in enumerate([7, 3, 9, 3, 4, 20])]
-    assert list(batches(distinct, 10)) == [[1, 3], [4], [0], [2], [5]]
+    assert list(batches(distinct, Batching(10))) == [[1, 3], [4], [0], [2], [5]]
     engine = FakeEngine()
-    states = capture(engine, rows(), [1, 2, 3], 8)
+    states = capture(engine, rows(), [1, 2, 3], Batching(8)).wait()
     assert engine.calls == [[2, 4], [6]]
     assert [float(state.aux[0, 0, 0]) for state in states] == [6, 2, 10]
 
@@ -130,23 +154,40 @@ def test_batches_hold_like_lengths_and_states_return_in_row_order() -> None:
 def test_rows_with_a_common_beginning_share_batches_and_no_batch_is_over_its_tokens() -> None:
     lead = list(range(100, 116))
     rows = [[*lead, *range(length)] if number % 2 else list(range(number, number + length)) for number, length in enumerate(range(4, 40))]
-    cut = list(batches(rows, 120))
+    cut = list(batches(rows, Batching(120)))
     assert sorted(index for batch in cut for index in batch) == list(range(36))
     assert all(len(batch) * max(len(rows[index]) for index in batch) <= 120 for batch in cut)
     mixed = [batch for batch in cut if len({index % 2 for index in batch}) > 1]
     assert len(mixed) <= 1  # where the two kinds meet
 
 
+def test_lengths_alone_decide_where_no_beginning_is_computed_once() -> None:
+    lead = list(range(100, 116))
+    rows = [[*lead, *range(length)] if number % 2 else list(range(number, number + length)) for number, length in enumerate(range(4, 40))]
+    order = [index for batch in batches(rows, Batching(120, leads=False)) for index in batch]
+    assert order == sorted(range(36), key=lambda index: (len(rows[index]), index))
+
+
+def test_digests_of_rows_are_those_of_canonical_json() -> None:
+    given = [*rows(), TokenRow('"ü', (7,), ())]
+    assert digest(given) == sha256_text(canonical([[row.id, row.input_ids, row.spans] for row in given]))
+    earlier = Earlier(Path("nowhere"), 'a "context"')
+    assert earlier.batch(given) == sha256_text(canonical([earlier.context, [[row.input_ids, row.final_index] for row in given]]))
+
+
 def test_nan_infinity_and_zero_states_are_defects() -> None:
     """NaN states were once written and trained on (speculators pull 615)."""
-    aux, final = torch.ones(2, 3, H), torch.ones(1, H)
-    argmax = torch.zeros(1)
-    assert defect(RowStates(aux, final, argmax)) is None
-    assert defect(RowStates(aux, final * math.nan, argmax)) == "non_finite"
-    for value, reason in ((math.nan, "non_finite"), (math.inf, "non_finite")):
+    aux, final = torch.ones(2, 3, H), -torch.ones(1, H)
+
+    def why(aux: torch.Tensor, final: torch.Tensor) -> str | None:
+        return defect(Peaks(largest(aux), largest(final)))
+
+    assert why(aux, final) is None
+    assert why(aux, final * math.nan) == "non_finite"
+    for value in (math.nan, math.inf, -math.inf):
         bad = aux.clone()
         bad[1, 2, 0] = value
-        assert defect(RowStates(bad, final, argmax)) == reason
+        assert why(bad, final) == "non_finite"
     bad = aux.clone()
     bad[0, 1] = 0
-    assert defect(RowStates(bad, final, argmax)) == "zero_state"
+    assert why(bad, final) == "zero_state" and why(-aux, final[:0]) is None

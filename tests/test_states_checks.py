@@ -10,8 +10,8 @@ import torch
 from scripts.lib.engines.protocol import RowStates, StateRequest
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
 from scripts.lib.ground.errors import StageError
-from scripts.lib.states.capture import capture, stored
-from scripts.lib.states.checks import check_argmax, check_sample, unlike_greedy
+from scripts.lib.states.capture import Batching, capture, check_shape
+from scripts.lib.states.checks import Choices, check_choices, check_sample, choices_of, unlike_greedy
 from scripts.lib.states.rows import TokenRow
 from tests.tiny import save_tiny_target
 
@@ -34,7 +34,7 @@ def greedy_row(engine: TransformersEngine, length: int = 24) -> TokenRow:
 
 def states_of(engine: TransformersEngine, row: TokenRow, boundaries: list[int] = BOUNDARIES) -> RowStates:
     other = TokenRow("other", tuple(range(3, 43)), ((2, 40),))
-    return capture(engine, [other, row], boundaries, 200)[1]
+    return capture(engine, [other, row], boundaries, Batching(200)).wait()[1]
 
 
 def test_states_from_a_batch_are_those_of_the_plain_pass(engine: TransformersEngine) -> None:
@@ -71,19 +71,31 @@ def test_taps_one_layer_off_are_caught(engine: TransformersEngine, boundaries: l
 
 def test_near_ties_pass_and_other_choices_do_not() -> None:
     row, logits = TokenRow("a", (5, 6, 7, 8), ((1, 4),)), torch.tensor([[8.0, 7.9999, 4.0]]).expand(2, -1)
-    check_argmax(row, [1, 2], logits, torch.tensor([0, 1]), "float32")
+
+    def check(argmax: torch.Tensor) -> None:
+        check_choices(row, [1, 2], argmax, Choices(*choices_of(logits, argmax)), "float32")
+
+    check(torch.tensor([0, 1]))
     with pytest.raises(StageError, match="row a, position 2: best is 2 in the batch and 0 alone, with a gap of 4"):
-        check_argmax(row, [1, 2], logits, torch.tensor([0, 2]), "float32")
+        check(torch.tensor([0, 2]))
 
 
 def test_a_greedy_answer_is_the_targets_own_and_one_shifted_by_a_token_is_not(engine: TransformersEngine) -> None:
     row = greedy_row(engine)
     state = states_of(engine, row)
-    assert len(row.final_index) == 19 and unlike_greedy(engine, row, state) == 0
+    assert len(row.final_index) == 19 and unlike(engine, row, state) == 0
     shifted = TokenRow(row.id, (*row.input_ids[:4], 9, *row.input_ids[4:-1]), row.spans, row.dataset)
-    assert unlike_greedy(engine, shifted, states_of(engine, shifted)) > 0
+    assert unlike(engine, shifted, states_of(engine, shifted)) > 0
     late = replace(state, final=state.final.roll(1, 0), argmax=state.argmax.roll(1, 0))
-    assert unlike_greedy(engine, row, late) > 15
+    assert unlike(engine, row, late) > 15
+
+
+def unlike(engine: TransformersEngine, row: TokenRow, state: RowStates) -> int:
+    """Of `row` between two others that are alike."""
+    other = greedy_row(engine, 12)
+    counts = unlike_greedy(engine, [other, row, other], [states_of(engine, other), state, states_of(engine, other)]).tolist()
+    assert counts[0] == counts[2] == 0
+    return counts[1]
 
 
 def test_rows_of_a_cached_prefix_are_refused(engine: TransformersEngine) -> None:
@@ -91,4 +103,4 @@ def test_rows_of_a_cached_prefix_are_refused(engine: TransformersEngine) -> None
     row = TokenRow("q2", (1, 2, 3, 4, 5, 6, 20, 21, 22, 23, 24, 25), ((6, 12),))
     (whole,) = engine.states([StateRequest(row.input_ids, row.final_index)], BOUNDARIES)
     with pytest.raises(StageError, match=r"row q2: the engine gave .*\(6, 3, 5, 5\), wanted \(12, 3, 5, 5\)"):
-        stored(row, replace(whole, aux=whole.aux[6:]))
+        check_shape(row, replace(whole, aux=whole.aux[6:]))

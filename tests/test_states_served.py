@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,11 @@ from scripts.lib.ground.manifest import Counts, Manifest, read_manifest
 from scripts.lib.ground.stage import Job, run
 from scripts.lib.serving.launch import CPU_FOLDER, environment
 from scripts.lib.serving.settings import ServerSettings
-from scripts.lib.states import hidden as stage
-from scripts.lib.states import served_asking
-from scripts.lib.states.capture import capture
-from scripts.lib.states.checks import BETWEEN, check_sample, defect
+from scripts.lib.states import served_asking, writer
+from scripts.lib.states.capture import Batching, capture
+from scripts.lib.states.checks import BETWEEN, check_sample
 from scripts.lib.states.encoded import decoded
-from scripts.lib.states.format import HiddenShard, final_borders
+from scripts.lib.states.format import final_borders
 from scripts.lib.states.hidden import hidden
 from scripts.lib.states.hook.aerie_states_hook import Outbox, asked, request_id
 from scripts.lib.states.reader import read_shard
@@ -33,7 +33,6 @@ from scripts.lib.states.served import HOOK, ServedEngine, Serving
 from scripts.lib.states.served_asking import Asking, grouped, ranges
 from scripts.lib.states.served_models import check_flags, modules_of
 from scripts.lib.states.served_pieces import Inbox, Piece, joined
-from scripts.lib.states.storing import Storing
 from tests.stage_inputs import hidden_job, publish_merged, some_token_rows, token_row
 from tests.states_server import Faults, States, served_states
 from tests.tiny import save_tiny_target
@@ -84,7 +83,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_all(engine: TransformersEngine, served: ServedEngine, rows: list[TokenRow]) -> None:
     """All tokens and layers of `rows` are those of transformers, and nothing is left in the folder."""
-    for row, state in zip(rows, capture(served, rows, BOUNDARIES, 1), strict=True):
+    for row, state in zip(rows, capture(served, rows, BOUNDARIES, Batching(1)).wait(), strict=True):
         aux, final = engine.reference(row.input_ids, BOUNDARIES)
         assert torch.allclose(state.aux.float(), aux, rtol=2**-7, atol=1e-3), row.id
         assert torch.allclose(state.final.float(), final[list(row.final_index)], rtol=2**-7, atol=1e-3), row.id
@@ -159,7 +158,7 @@ def test_rows_that_stay_incomplete_stop_the_stage(engine: TransformersEngine, tm
 @pytest.mark.parametrize("faults", [Faults(layers=1), Faults(tokens=1)], ids=["layer", "token"])
 def test_a_shift_in_the_server_is_caught(engine: TransformersEngine, tmp_path: Path, faults: Faults) -> None:
     with opened(States(engine, tmp_path, BOUNDARIES, faults=faults), ROWS[:1]) as served:
-        state = capture(served, ROWS[:1], BOUNDARIES, 1)[0]
+        state = capture(served, ROWS[:1], BOUNDARIES, Batching(1)).wait()[0]
         with pytest.raises(StageError, match=r"row r0, state at boundary 2, token"):
             check_sample(served, ROWS[0], state, BOUNDARIES, "bfloat16" + BETWEEN)
 
@@ -168,8 +167,8 @@ def test_values_that_are_not_finite_are_seen(engine: TransformersEngine, tmp_pat
     poison = ROWS[1].input_ids[-1]
     states = States(engine, tmp_path, BOUNDARIES, faults=Faults(poison=poison))
     with opened(states, ROWS[:2]) as served:
-        made = capture(served, ROWS[:2], BOUNDARIES, 1)
-    assert [defect(state) for state in made] == [None if poison not in ROWS[0].input_ids else "non_finite", "non_finite"]
+        made = capture(served, ROWS[:2], BOUNDARIES, Batching(1)).defects()
+    assert made == [None if poison not in ROWS[0].input_ids else "non_finite", "non_finite"]
 
 
 def piece(first: int, ids: list[int], finals: int) -> Piece:
@@ -292,15 +291,15 @@ def test_after_a_failure_only_missing_shards_are_asked_for_and_rows_come_back_in
     rows = some_token_rows(12)
     merged = publish_merged(tmp_path / "merged", rows, some_token_rows(2, "e"))
     job = hidden_job(tmp_path, merged, target, engine="sglang")
-    write = stage.write_shard
+    write = writer.write_rows
 
-    def full(path: Path, shard: HiddenShard, storing: Storing) -> None:
+    def full(path: Path, *rest: Any) -> str:
         if path.name == "train-00001.safetensors":
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        write(path, shard, storing)
+        return write(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "write_shard", full)
+        patch.setattr(writer, "write_rows", full)
         with pytest.raises(OSError, match="No space left"):
             run(job, hidden)
     first = len(read_shard(next(job.work.glob("hidden/*/train-00000.safetensors"))).ids)

@@ -16,7 +16,7 @@ from scripts.lib.ground.manifest import Counts, Manifest, read_manifest
 from scripts.lib.ground.stage import Job, run
 from scripts.lib.serving import launch
 from scripts.lib.states import served
-from scripts.lib.states.capture import capture
+from scripts.lib.states.capture import Batching, capture
 from scripts.lib.states.checks import BETWEEN, check_sample
 from scripts.lib.states.encoded import decoded
 from scripts.lib.states.hidden import hidden
@@ -48,7 +48,7 @@ def test_states_of_sglang_are_those_of_transformers_and_a_shift_is_not(sglang_se
     asking = Asking(sglang_server.running, Inbox(sglang_server.states))
     given = rows(12, 60)
     try:
-        made = capture(Taker(asking, engine), given, BOUNDARIES, 1)
+        made = capture(Taker(asking, engine), given, BOUNDARIES, Batching(1)).wait()
     finally:
         asking.close()
     for row, states in zip(given, made, strict=True):

@@ -1,5 +1,8 @@
 """Opens the engine that the config names."""
 
+import functools
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,3 +24,14 @@ def open_engine(settings: EngineSettings, folder: Path, eos_ids: frozenset[int])
     torch.set_num_threads(settings.threads)
     model = load_target(folder, DTYPES[settings.dtype], settings.device, settings.device_map)
     return TransformersEngine(model, eos_ids, settings.temperature, settings.seed)
+
+
+def once(opener: Callable[[], TargetEngine]) -> Callable[[], TargetEngine]:
+    """Gives the engine of `opener`, which is called when the first of whatever threads asks."""
+    lock, opened = threading.Lock(), functools.cache(opener)
+
+    def ask() -> TargetEngine:
+        with lock:
+            return opened()
+
+    return ask

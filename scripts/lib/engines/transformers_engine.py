@@ -3,21 +3,24 @@
 Shapes: B rows, N new tokens, T tokens of a row, F positions with a teacher, H hidden size, V vocabulary.
 """
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from scripts.lib.engines.decoder import final_states, tapped
 from scripts.lib.engines.decoding import answer, shared
+from scripts.lib.engines.moving import fetched, sent
 from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRequest
 from scripts.lib.engines.sampling import Sampler
 from scripts.lib.ground.errors import StageError
 
-LOGIT_ROWS = 512  # rows of one lm_head product: bounds the logits to 512 × V
+LOGIT_ROWS = {"cpu": 512, "cuda": 2048}  # of one lm_head product: bounds the logits to so many × V; a GPU wants larger ones
 SHARED_TOKENS = 8  # a shorter common beginning is not worth a forward pass of its own
 
 
@@ -46,7 +49,7 @@ def load_target(folder: Path, dtype: torch.dtype, device: str, device_map: str |
 
 
 class TransformersEngine:
-    """Answers and states of a loaded target.
+    """Answers and states of a loaded target, for several threads.
 
     Greedy at temperature 0; above it, every request draws from a generator seeded by (seed, key), never by its place.
     """
@@ -55,6 +58,8 @@ class TransformersEngine:
         self.model = model
         self.eos_ids = eos_ids
         self.temperature, self.seed = temperature, seed
+        self._passing = threading.Lock()  # taps and accelerate's moves are hooks of the modules: another thread's pass would run into them
+        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" and not changes(model) else None
 
     @property
     def device(self) -> torch.device:
@@ -66,39 +71,62 @@ class TransformersEngine:
         """Answer `requests`, best sorted by prompt length: neighbours share a prefill."""
         return answer(self.model, requests, self.eos_ids, Sampler(self.temperature, self.seed))
 
+    @property
+    def logit_rows(self) -> int:
+        """Rows of one product with the head."""
+        return LOGIT_ROWS.get(self.device.type, LOGIT_ROWS["cpu"])
+
     @torch.inference_mode()
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         """Logits [F, V] of final states [F, H], wherever and in whatever dtype they are."""
-        return self.model.lm_head(final.to(self.device, self.model.dtype))
+        with self._passing:
+            return self.model.lm_head(sent(final, self.device).to(self.model.dtype))
 
     @torch.inference_mode()
     def reference(self, input_ids: Sequence[int], boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`aux` [T, 3, H] and `final` [T, H] of one row from transformers' own list of hidden states: no taps, batch or cache."""
-        ids = torch.tensor([list(input_ids)], device=self.device)
-        output = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-        final = output.last_hidden_state[0]
-        return torch.stack([output.hidden_states[boundary][0].to(final.device) for boundary in boundaries], dim=1), final
+        """`aux` [T, 3, H] and `final` [T, H] of one row from transformers' own list of hidden states: no taps, batch or cache.
+
+        Both are in the host's memory. A GPU computes them on a stream of their own: nobody waits for the batches that are queued.
+        """
+        with torch.cuda.stream(self._aside):
+            with self._passing:
+                ids = sent(torch.tensor([list(input_ids)]), self.device)
+                output = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+            final = output.last_hidden_state[0]
+            aux, final = fetched(torch.stack([output.hidden_states[boundary][0].to(final.device) for boundary in boundaries], dim=1), final)
+        return aux, final
 
     @torch.inference_mode()
     def states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
         """One forward pass over `rows`, padded on the right, where causal attention keeps padding out of every real token.
 
-        What all rows begin with is computed once.
+        On a CPU what all rows begin with is computed once. On a GPU that would cost more than it saves: with keys before the first query
+        attention needs a mask, and the flash kernels take none. The states of all rows lie end to end, rows are views of them.
         """
-        prefix = shared([row.input_ids for row in rows])
-        final, aux = self._padded([row.input_ids for row in rows], prefix if prefix >= SHARED_TOKENS else 0, boundaries)
-        wanted = torch.cat([final[index, list(row.final_index)] for index, row in enumerate(rows)])
-        argmax = torch.cat([self.model.lm_head(part).argmax(-1) for part in wanted.split(LOGIT_ROWS)])
-        sizes = [len(row.final_index) for row in rows]
-        parts = zip(rows, aux, wanted.split(sizes), argmax.split(sizes), strict=True)
-        return [RowStates(states[: len(row.input_ids)], teacher, best) for row, states, teacher, best in parts]
+        with self._passing:
+            return self._states(rows, boundaries)
 
-    def _padded(self, rows: Sequence[Sequence[int]], prefix: int, boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`final` [B, T, H] and `aux` [B, T, 3, H] of `rows`, whose first `prefix` tokens are the same."""
-        ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for index, row in enumerate(rows):
-            ids[index, : len(row)] = torch.tensor(row)
-        ids, cache = ids.to(self.device), DynamicCache() if prefix else None
+    def _states(self, rows: Sequence[StateRequest], boundaries: Sequence[int]) -> list[RowStates]:
+        final, *aux = self._padded([row.input_ids for row in rows], self._prefix(rows), boundaries)
+        width = final.shape[1]
+        places = sent(flat([np.arange(len(row.input_ids)) for row in rows], width), final.device)
+        wanted = final.flatten(0, 1)[sent(flat([np.array(row.final_index, np.int64) for row in rows], width), final.device)]
+        argmax = torch.cat([self.model.lm_head(part).argmax(-1) for part in wanted.split(self.logit_rows)]).to(final.device)
+        packed = torch.stack([stream.flatten(0, 1)[places] for stream in aux], dim=1)
+        sizes = [len(row.final_index) for row in rows]
+        parts = (packed.split([len(row.input_ids) for row in rows]), wanted.split(sizes), argmax.split(sizes))
+        return [RowStates(*row) for row in zip(*parts, strict=True)]
+
+    def _prefix(self, rows: Sequence[StateRequest]) -> int:
+        """How many first tokens of all `rows` are computed once."""
+        if self.device.type != "cpu":
+            return 0
+        prefix = shared([row.input_ids for row in rows])
+        return prefix if prefix >= SHARED_TOKENS else 0
+
+    def _padded(self, rows: Sequence[Sequence[int]], prefix: int, boundaries: Sequence[int]) -> list[torch.Tensor]:
+        """`final` and the aux states at each of `boundaries`, [B, T, H] each, of `rows`, whose first `prefix` tokens are the same."""
+        ids, cache = sent(padded(rows), self.device), DynamicCache() if prefix else None
         parts = []
         if cache is not None:
             with tapped(self.model, boundaries) as taps:
@@ -108,8 +136,26 @@ class TransformersEngine:
         with tapped(self.model, boundaries) as taps:
             rest = final_states(self.model, ids[:, prefix:], cache)
         parts.append([rest, *(taps[boundary] for boundary in boundaries)])
-        final, *aux = [torch.cat(streams, dim=1).to(rest.device) for streams in zip(*parts, strict=True)]
-        return final, torch.stack(aux, dim=2)
+        return [(torch.cat(streams, dim=1) if prefix else streams[0]).to(rest.device) for streams in zip(*parts, strict=True)]
+
+
+def changes(model: PreTrainedModel) -> bool:
+    """Whether a forward pass changes `model`: rotary frequencies that depend on the longest row so far are replaced when one comes."""
+    rotary = str(getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None))
+    return "dynamic" in rotary or "longrope" in rotary
+
+
+def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`rows` of tokens as ids i64 [B, T], padded on the right."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.from_numpy(np.array(row, np.int64))
+    return ids
+
+
+def flat(places: Sequence[np.ndarray], width: int) -> torch.Tensor:
+    """`places` i64 in each of several rows of `width` as places [n] in the rows end to end."""
+    return torch.from_numpy(np.concatenate([own + number * width for number, own in enumerate(places)]))
 
 
 @torch.inference_mode()

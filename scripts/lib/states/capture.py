@@ -5,11 +5,11 @@ Shapes: T tokens of a row, F positions of it with a teacher, H hidden size.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-
-import torch
+from dataclasses import dataclass
 
 from scripts.lib.engines.protocol import RowStates, StateRequest, TargetEngine
 from scripts.lib.ground.errors import StageError
+from scripts.lib.states.landing import Landed, Landing
 from scripts.lib.states.rows import TokenRow
 
 LEAD_TOKENS = 16  # rows with so many first tokens in common are put together: most begin with the same system text
@@ -21,45 +21,79 @@ def unknown(_: Sequence[TokenRow]) -> None:
     """No batch is known."""
 
 
+@dataclass(frozen=True)
+class Batching:
+    """At most `tokens` padded tokens of rows in a batch, or one longer row. `leads`: rows with the same first tokens are put together."""
+
+    tokens: int
+    leads: bool = True
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The `rows` of a shard and batches of them as they land, each with the numbers of its rows."""
+
+    rows: Sequence[TokenRow]
+    batches: Sequence[tuple[Sequence[int], Landed]]
+
+    def wait(self) -> list[RowStates]:
+        """The states of all rows, in their order, as a shard holds them."""
+        made: dict[int, RowStates] = {}
+        for numbers, landed in self.batches:
+            made |= zip(numbers, landed.wait(), strict=True)
+        return [made[number] for number in range(len(self.rows))]
+
+    def defects(self) -> list[str | None]:
+        """Why the states of each row must not be trained on, or None; to be asked when all are there."""
+        found: dict[int, str | None] = {}
+        for numbers, landed in self.batches:
+            found |= zip(numbers, landed.defects(), strict=True)
+        return [found[number] for number in range(len(self.rows))]
+
+
 def capture(
-    engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batch_tokens: int, known: Known = unknown
-) -> list[RowStates]:
-    """States of `rows`, in their order, as a shard holds them; the engine is not asked for batches that are `known`.
+    engine: TargetEngine, rows: Sequence[TokenRow], boundaries: Sequence[int], batching: Batching, known: Known = unknown
+) -> Captured:
+    """States of `rows`; the engine is not asked for batches that are `known`. A GPU may still work on the last batches.
 
     Raises StageError when the engine gives other than one state a token.
     """
-    states: dict[int, RowStates] = {}
-    for batch in batches([row.input_ids for row in rows], batch_tokens):
-        members = [rows[index] for index in batch]
-        made = known(members)
-        if made is None:
-            made = engine.states([StateRequest(row.input_ids, row.final_index) for row in members], boundaries)
-        for index, state in zip(batch, made, strict=True):
-            states[index] = stored(rows[index], state)
-    return [states[index] for index in range(len(rows))]
+
+    def made(members: Sequence[TokenRow]) -> Sequence[RowStates]:
+        states = known(members)
+        if states is None:
+            states = engine.states([StateRequest(row.input_ids, row.final_index) for row in members], boundaries)
+        for row, state in zip(members, states, strict=True):
+            check_shape(row, state)
+        return states
+
+    landing = Landing()
+    cut = batches([row.input_ids for row in rows], batching)
+    return Captured(rows, [(batch, landing.land(made([rows[index] for index in batch]))) for batch in cut])
 
 
-def batches(rows: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[int]]:
-    """Indexes of `rows` of tokens: at most `batch_tokens` padded tokens in a batch, or one longer row.
+def batches(rows: Sequence[Sequence[int]], batching: Batching) -> Iterator[list[int]]:
+    """Indexes of `rows` of tokens, cut as `batching` says.
 
-    Neighbours are of like length, and of like beginning where many rows share one: an engine computes that once a batch.
+    Neighbours are of like length and, with `leads`, of like beginning where many rows share one: an engine that computes a beginning once
+    a batch gains by that, and others lose, as lengths differ more.
     """
-    leads = [tuple(row[:LEAD_TOKENS]) for row in rows]
+    leads = [tuple(row[:LEAD_TOKENS]) if batching.leads else () for row in rows]
     common = {lead for lead, count in Counter(leads).items() if count >= LEAD_ROWS}
     order = sorted(range(len(rows)), key=lambda index: (leads[index] if leads[index] in common else (), len(rows[index]), index))
     batch: list[int] = []
     longest = 0
     for index in order:
         longest = max(longest, len(rows[index]))
-        if batch and longest * (len(batch) + 1) > batch_tokens:
+        if batch and longest * (len(batch) + 1) > batching.tokens:
             yield batch
             batch, longest = [], len(rows[index])
         batch.append(index)
     yield batch
 
 
-def stored(row: TokenRow, state: RowStates) -> RowStates:
-    """`state` of `row` as a shard holds it. Raises StageError when it has not one aux state a token and one final state a teacher."""
+def check_shape(row: TokenRow, state: RowStates) -> None:
+    """Raise StageError when `state` of `row` has not one aux state a token and one final state a teacher."""
     got = (state.aux.shape[0], state.aux.shape[1], state.final.shape[0], state.argmax.shape[0])
     wanted = (len(row.input_ids), 3, len(row.final_index), len(row.final_index))
     if got != wanted:
@@ -67,4 +101,3 @@ def stored(row: TokenRow, state: RowStates) -> RowStates:
             f"row {row.id}: the engine gave (tokens, layers, final states, argmax) = {got}, wanted {wanted}; "
             "a prefix cache drops states: switch it off in the engine"
         )
-    return RowStates(state.aux.to("cpu", torch.bfloat16), state.final.to("cpu", torch.bfloat16), state.argmax.cpu())

@@ -4,11 +4,14 @@ Shapes: T tokens of a row, F positions of it with a teacher, H hidden size, V vo
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from scripts.lib.engines.moving import fetched, sent
 from scripts.lib.engines.protocol import RowStates, TargetEngine
 from scripts.lib.ground.errors import StageError
 from scripts.lib.states.rows import TokenRow
@@ -24,11 +27,24 @@ LOGIT_ROWS = 512
 REPORT = "the engine mixes up rows, tokens, layers or padding; please report it with this log"
 
 
-def defect(state: RowStates) -> str | None:
-    """Why the states of a row must not be trained on, or None."""
-    if not (torch.isfinite(state.aux).all() and torch.isfinite(state.final).all()):
+@dataclass(frozen=True)
+class Peaks:
+    """The largest magnitudes of the states of a row: `aux` [T, 3] and `final` [F]."""
+
+    aux: Tensor
+    final: Tensor
+
+
+def largest(states: Tensor) -> Tensor:
+    """The largest magnitude [...] of each of `states` [..., H], NaN where a number is."""
+    return states.abs().amax(-1)
+
+
+def defect(peaks: Peaks) -> str | None:
+    """Why the states of the row with these `peaks` must not be trained on, or None."""
+    if not (torch.isfinite(peaks.aux).all() and torch.isfinite(peaks.final).all()):
         return "non_finite"
-    return "zero_state" if bool((state.aux == 0).all(-1).any()) else None
+    return None if peaks.aux.all() else "zero_state"
 
 
 def check_sample(engine: TargetEngine, row: TokenRow, state: RowStates, boundaries: Sequence[int], dtype: str) -> None:
@@ -37,7 +53,7 @@ def check_sample(engine: TargetEngine, row: TokenRow, state: RowStates, boundari
     Batches, padding, neighbours and taps must decide nothing beyond the noise of `dtype`. Raises StageError with the first token,
     layer or position that differs by more.
     """
-    aux, final = (states.cpu() for states in engine.reference(row.input_ids[:CHECKED_TOKENS], boundaries))
+    aux, final = fetched(*engine.reference(row.input_ids[:CHECKED_TOKENS], boundaries))
     for place, boundary in enumerate(boundaries):
         compare(f"row {row.id}, state at boundary {boundary}", state.aux[: len(aux), place], aux[:, place], range(len(aux)), dtype)
     inside = [place for place in row.final_index if place < len(aux)]
@@ -45,9 +61,8 @@ def check_sample(engine: TargetEngine, row: TokenRow, state: RowStates, boundari
         return
     alone = final[inside]
     compare(f"row {row.id}, final state", state.final[: len(inside)], alone, inside, dtype)
-    for start in range(0, len(inside), LOGIT_ROWS):
-        logits = engine.logits(alone[start : start + LOGIT_ROWS]).float().cpu()
-        check_argmax(row, inside[start : start + LOGIT_ROWS], logits, state.argmax[start : start + len(logits)], dtype)
+    choices = chosen(engine, alone, state.argmax[: len(inside)])
+    check_choices(row, inside, state.argmax[: len(inside)], choices, dtype)
 
 
 def compare(what: str, states: Tensor, wanted: Tensor, tokens: Sequence[int], dtype: str) -> None:
@@ -63,28 +78,53 @@ def compare(what: str, states: Tensor, wanted: Tensor, tokens: Sequence[int], dt
         )
 
 
-def check_argmax(row: TokenRow, places: Sequence[int], logits: Tensor, argmax: Tensor, dtype: str) -> None:
-    """Raise StageError when `argmax` [n] from the batch is not the best of `logits` [n, V] at `places`, nor nearly tied with it."""
-    for place in (logits.argmax(-1) != argmax).nonzero().flatten().tolist():
-        best = logits[place].argmax()
-        gap = float(logits[place, best] - logits[place, argmax[place]])
-        if not gap <= NOISE[dtype] * float(logits[place].abs().max()):
-            raise StageError(
-                f"row {row.id}, position {places[place]}: best is {int(argmax[place])} in the batch and {int(best)} alone, "
-                f"with a gap of {gap:.3g}, more than {dtype} explains; {REPORT}"
-            )
+@dataclass(frozen=True)
+class Choices:
+    """What n rows of logits say: the `best` token [n], its `gap` [n] to the token that is asked about, and the `largest` magnitude [n]."""
+
+    best: Tensor
+    gap: Tensor
+    largest: Tensor
 
 
-def unlike_greedy(engine: TargetEngine, row: TokenRow, state: RowStates) -> int:
-    """At how many teachers of `row` the next token is neither the target's choice nor nearly tied with it.
+def chosen(engine: TargetEngine, final: Tensor, tokens: Tensor) -> Choices:
+    """What the logits of `final` [n, H] say about `tokens` [n], in the host's memory; on a GPU the logits stay where they are."""
+    parts = []
+    for states, asked in zip(final.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True):
+        parts.append(choices_of(engine.logits(states).float(), asked))
+    return Choices(*fetched(*(torch.cat(own) for own in zip(*parts, strict=True))))
+
+
+def choices_of(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Best token, gap and largest magnitude, as in `Choices`, of `logits` f32 [n, V] on their device."""
+    highest, best = logits.max(-1)
+    gap = highest - logits.gather(1, sent(tokens.long(), logits.device)[:, None])[:, 0]
+    return best, gap, highest.maximum(-logits.amin(-1))
+
+
+def check_choices(row: TokenRow, places: Sequence[int], argmax: Tensor, alone: Choices, dtype: str) -> None:
+    """Raise StageError when `argmax` [n] of the batch, at `places` of `row`, is neither the best of the row `alone` nor nearly tied."""
+    tied = alone.gap <= NOISE[dtype] * alone.largest  # not so for NaN
+    for place in ((alone.best != argmax) & ~tied).nonzero().flatten().tolist():
+        raise StageError(
+            f"row {row.id}, position {places[place]}: best is {int(argmax[place])} in the batch and {int(alone.best[place])} alone, "
+            f"with a gap of {float(alone.gap[place]):.3g}, more than {dtype} explains; {REPORT}"
+        )
+
+
+def unlike_greedy(engine: TargetEngine, rows: Sequence[TokenRow], states: Sequence[RowStates]) -> np.ndarray:
+    """At how many teachers of each of `rows` the next token is neither the target's choice nor nearly tied with it: counts i64 [R].
 
     For rows that the target wrote greedily. A tie is judged by the noise of bfloat16, in which the final state is kept.
     """
-    following = torch.tensor([row.input_ids[place + 1] for place in row.final_index])
-    different = (state.argmax != following).nonzero().flatten()
-    count = 0
-    for places in different.split(LOGIT_ROWS):
-        logits = engine.logits(state.final[places]).float().cpu()
-        gap = logits.amax(-1) - logits.gather(1, following[places, None]).flatten()
-        count += int((gap > NOISE["bfloat16"] * logits.abs().amax(-1)).sum())
-    return count
+    counts = np.array([len(row.final_index) for row in rows])
+    owners, starts = np.repeat(np.arange(len(rows)), counts), np.cumsum(counts) - counts
+    following = np.concatenate([np.array(row.input_ids)[np.array(row.final_index, np.int64) + 1] for row in rows])
+    different = np.flatnonzero(torch.cat([state.argmax for state in states]).numpy() != following)
+    if not len(different):
+        return np.zeros(len(rows), np.int64)
+    inside = [(owner, different[owners[different] == owner] - starts[owner]) for owner in np.unique(owners[different])]
+    final = torch.cat([states[owner].final[torch.from_numpy(places)] for owner, places in inside])
+    said = chosen(engine, final, torch.from_numpy(following[different]))
+    unlike = (said.gap > NOISE["bfloat16"] * said.largest).numpy()
+    return np.bincount(owners[different[unlike]], minlength=len(rows))

@@ -3,13 +3,18 @@
 Shapes: T tokens, R rows, H hidden size, F positions with a teacher, S loss spans, all over the whole shard.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from scripts.lib.engines.protocol import RowStates
 from scripts.lib.ground.files import whole_file
@@ -30,6 +35,8 @@ NAMES = {
 }
 DTYPES = tuple(NAMES)  # safetensors puts the last of them first
 ALIGNMENT = 8  # of the data in the file
+STRETCH = 2**21  # numbers that are put together and encoded at a time: memory for more would be new each time
+Parts = Sequence[Tensor]  # of one tensor, end to end
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,13 @@ class HiddenShard:
     ascending, `argmax` i32 [F] of `lm_head(final)` in the forward's dtype, `loss_spans` i64 [S, 2] half-open, `ids` of the R rows.
     """
 
-    input_ids: torch.Tensor
-    row_offsets: torch.Tensor
+    input_ids: Tensor
+    row_offsets: Tensor
     aux: States
     final: States
-    final_index: torch.Tensor
-    argmax: torch.Tensor
-    loss_spans: torch.Tensor
+    final_index: Tensor
+    argmax: Tensor
+    loss_spans: Tensor
     ids: tuple[str, ...]
 
     @property
@@ -56,52 +63,124 @@ class HiddenShard:
         return len(self.input_ids)
 
 
-def write_shard(path: Path, shard: HiddenShard, storing: Storing = PLAIN) -> None:
-    """Write `shard` to `path`, whole or not at all. The header has one entry, `ids`: several come in a random order."""
-    tensors = {name: getattr(shard, name).contiguous() for name in TENSORS if name not in STATES}
-    tensors |= encoded("aux", decoded(shard.aux), shard.row_offsets.tolist(), storing)
-    tensors |= encoded("final", decoded(shard.final), final_borders(shard.row_offsets, shard.final_index), storing)
+def write_shard(path: Path, shard: HiddenShard, storing: Storing = PLAIN) -> str:
+    """Write `shard` to `path`, whole or not at all; the sha256 of the file."""
+    plain = {name: getattr(shard, name) for name in TENSORS if name not in STATES}
+    return write_states(path, plain, {name: [decoded(getattr(shard, name))] for name in STATES}, shard.ids, storing)
+
+
+def write_rows(path: Path, rows: Sequence[TokenRow], states: Sequence[RowStates], storing: Storing = PLAIN) -> str:
+    """The file that `write_shard` of the `packed` ones makes. The `states` are not put together first: they may be gigabytes."""
+    plain = tables(rows) | {"argmax": torch.cat([state.argmax for state in states]).to(torch.int32)}
+    parts = {"aux": [state.aux for state in states], "final": [state.final for state in states]}
+    return write_states(path, plain, parts, tuple(row.id for row in rows), storing)
+
+
+def write_states(path: Path, plain: Mapping[str, Tensor], states: Mapping[str, Parts], ids: Sequence[str], storing: Storing) -> str:
+    """Write a shard of `plain` tensors and the parts of its `states`, `aux` and `final`; the sha256 of the file.
+
+    The header has one entry, `ids`: several come in a random order.
+    """
+    borders = {"aux": plain["row_offsets"].tolist(), "final": final_borders(plain["row_offsets"], plain["final_index"])}
+    tensors: dict[str, Parts] = {name: [tensor] for name, tensor in plain.items()}
+    for name in STATES:
+        tensors |= encoded_parts(name, states[name], borders[name], storing)
     try:
-        write_tensors(path, tensors, {"ids": json.dumps(shard.ids, ensure_ascii=False)})
+        return write_tensors(path, tensors, {"ids": json.dumps(ids, ensure_ascii=False)})
     except OSError as error:
         error.filename = str(path)  # a failed write does not say where
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, whole or not at all. `safetensors.torch.save_file` gives the same bytes, and no OSError for a full disk."""
-    names = sorted(tensors, key=lambda name: (-DTYPES.index(tensors[name].dtype), name))
+def encoded_parts(name: str, parts: Parts, borders: Sequence[int], storing: Storing) -> dict[str, Parts]:
+    """The tensors that hold the states `parts`, called `name`. Rows are compressed each with its own frame, all others state by state."""
+    if storing == PLAIN:
+        return {name: parts}
+    if storing.compression != "none":
+        return {part: [tensor] for part, tensor in encoded(name, together(parts), borders, storing).items()}
+    made: dict[str, list[Tensor]] = {}
+    for some in stretches(parts):
+        for part, tensor in encoded(name, together(some), [0, sum(map(len, some))], storing).items():
+            made.setdefault(part, []).append(tensor)
+    return dict(made)
+
+
+def stretches(parts: Parts) -> list[Parts]:
+    """Consecutive `parts` of at most `STRETCH` numbers together, one of them empty where all are."""
+    most = max(STRETCH // max(parts[0][:1].numel(), 1), 1)
+    found: list[list[Tensor]] = [[]]
+    filled = 0
+    for part in chain.from_iterable(part.split(most) for part in parts):
+        if filled + len(part) > most and found[-1]:
+            found.append([])
+            filled = 0
+        found[-1].append(part)
+        filled += len(part)
+    return list(found)
+
+
+def together(parts: Parts) -> Tensor:
+    """`parts` as one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Parts], metadata: Mapping[str, str]) -> str:
+    """Write a safetensors file, whole or not at all; its sha256.
+
+    `safetensors.torch.save_file` gives the same bytes, and no OSError for a full disk. It is hashed from memory while it is written.
+    """
+    names = sorted(tensors, key=lambda name: (-DTYPES.index(tensors[name][0].dtype), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     place = 0
     for name in names:
-        tensor, start = tensors[name], place
-        place += tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, place]}
+        parts, start = tensors[name], place
+        place += sum(part.nbytes for part in parts)
+        shape = [sum(map(len, parts)), *parts[0].shape[1:]]
+        header[name] = {"dtype": NAMES[parts[0].dtype], "shape": shape, "data_offsets": [start, place]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    with whole_file(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    data: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text]
+    data += [part.contiguous().view(torch.uint8).numpy().data for name in names for part in tensors[name] if len(part)]
+    with ThreadPoolExecutor(1) as pool, whole_file(path) as file:
+        digest = pool.submit(sha256_of, data)
+        for stretch in data:
+            file.write(stretch)
+    return digest.result()
 
 
-def final_borders(row_offsets: torch.Tensor, final_index: torch.Tensor) -> list[int]:
+def sha256_of(data: Sequence[bytes | memoryview]) -> str:
+    """Hex digest of all `data`, end to end."""
+    digest = hashlib.sha256()
+    for stretch in data:
+        digest.update(stretch)
+    return digest.hexdigest()
+
+
+def final_borders(row_offsets: Tensor, final_index: Tensor) -> list[int]:
     """Where the final states of each row start, and where those of the last one end."""
     return torch.searchsorted(final_index, row_offsets).tolist()
 
 
 def packed(rows: Sequence[TokenRow], states: Sequence[RowStates]) -> HiddenShard:
     """`rows` and their `states` end to end."""
-    lengths = torch.tensor([len(row.input_ids) for row in rows], dtype=torch.int64)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    starts = offsets[:-1].tolist()
     return HiddenShard(
-        input_ids=torch.tensor([token for row in rows for token in row.input_ids], dtype=torch.int32),
-        row_offsets=offsets,
+        **tables(rows),
         aux=torch.cat([state.aux for state in states]),
         final=torch.cat([state.final for state in states]),
-        final_index=torch.tensor([start + place for start, row in zip(starts, rows, strict=True) for place in row.final_index]),
         argmax=torch.cat([state.argmax for state in states]).to(torch.int32),
-        loss_spans=torch.tensor([[start + place for place in span] for start, row in zip(starts, rows, strict=True) for span in row.spans]),
         ids=tuple(row.id for row in rows),
     )
+
+
+def tables(rows: Sequence[TokenRow]) -> dict[str, Tensor]:
+    """What a shard of `rows` holds beside their states: `input_ids`, `row_offsets`, `final_index`, `loss_spans`."""
+    offsets = np.cumsum([0, *(len(row.input_ids) for row in rows)])
+    starts = offsets[:-1].tolist()
+    spans = [(start + first, start + last) for start, row in zip(starts, rows, strict=True) for first, last in row.spans]
+    tensors = {
+        "input_ids": np.fromiter(chain.from_iterable(row.input_ids for row in rows), np.int32, offsets[-1]),
+        "row_offsets": offsets,
+        "final_index": np.concatenate([np.array(row.final_index, np.int64) + start for start, row in zip(starts, rows, strict=True)]),
+        "loss_spans": np.array(spans, np.int64).reshape(-1, 2),
+    }
+    return {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}

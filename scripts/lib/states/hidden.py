@@ -1,130 +1,36 @@
 """Stage hidden: token rows to shards of hidden states."""
 
 import contextlib
-import functools
-import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.engines.opening import open_engine
-from scripts.lib.engines.protocol import RowStates, StateRequest, TargetEngine
+from scripts.lib.engines.opening import once, open_engine
+from scripts.lib.engines.protocol import TargetEngine
 from scripts.lib.engines.settings import EngineSettings, TargetShape
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import canonical, sha256_text, write_json
-from scripts.lib.ground.manifest import Counts, Manifest, Shard, read_manifest
+from scripts.lib.ground.files import canonical, sha256_text
+from scripts.lib.ground.manifest import Counts, Manifest, read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.provenance import code
 from scripts.lib.ground.stage import Job, Result
 from scripts.lib.states.budget import Budget
-from scripts.lib.states.capture import batches, capture
-from scripts.lib.states.checks import check_sample, defect, unlike_greedy
-from scripts.lib.states.format import packed, write_shard
-from scripts.lib.states.marks import RECEIPTS, receipt_path
-from scripts.lib.states.reader import read_shard
+from scripts.lib.states.capture import Batching
+from scripts.lib.states.finishing import workers, written
+from scripts.lib.states.marks import RECEIPTS
 from scripts.lib.states.reuse import Earlier, write_table
-from scripts.lib.states.rows import SPLITS, ShardPlan, TokenRow, digest, plan_shards
+from scripts.lib.states.rows import SPLITS, ShardPlan, plan_shards
 from scripts.lib.states.served import ServedEngine, Serving
 from scripts.lib.states.settings import HiddenSettings
+from scripts.lib.states.writer import ShardWriter
 from scripts.lib.targets.named import named
 
-MOST_UNLIKE = 0.05  # of greedily written tokens: servers batch and round otherwise, a shift by one leaves nearly nothing alike
 ROLLING = "rolling"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """What is known of a finished shard: a digest of the rows it was made of, and those left out, as (place, id, reason).
-
-    Of the `greedy` positions, where the target wrote the next token as its first choice, `unlike` have another first choice now.
-    `batches` holds for each row of the file the name of its batch and its number in it.
-    """
-
-    rows: str
-    rejected: tuple[tuple[int, str, str], ...]
-    greedy: int
-    unlike: int
-    batches: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True)
-class ShardWriter:
-    """Writes shards into `folder`, a receipt for each into its `partial`, and knows which ones are done."""
-
-    folder: Path
-    settings: HiddenSettings
-    boundaries: Sequence[int]
-    engine: Callable[[], TargetEngine]
-    greedy: frozenset[str]
-    earlier: Earlier
-
-    def receipt(self, plan: ShardPlan) -> Receipt | None:
-        """The receipt of a shard that an earlier attempt finished, None when the shard must be made."""
-        if not receipt_path(self.folder, plan.name).exists():
-            return None
-        data = json.loads(receipt_path(self.folder, plan.name).read_text())
-        rows = plan.read()
-        rejected = tuple((place, row, reason) for place, row, reason in data["rejected"])
-        receipt = Receipt(data["rows"], rejected, data["greedy"], data["unlike"], tuple((name, member) for name, member in data["batches"]))
-        lost = {place for place, _, _ in receipt.rejected}
-        kept = [row.id for place, row in enumerate(rows) if place not in lost]
-        path = self.folder / plan.name
-        whole = not kept or (path.exists() and list(read_shard(path).ids) == kept)
-        return receipt if whole and receipt.rows == digest(rows) else None
-
-    def write(self, plan: ShardPlan) -> Receipt:
-        """Make the shard: forward passes, checks, file, receipt."""
-        rows = plan.read()
-        states = capture(self.engine(), rows, self.boundaries, self.settings.together, self.earlier.states)
-        defects = [defect(state) for state in states]
-        good = [place for place, why in enumerate(defects) if why is None]
-        rejected = tuple((place, rows[place].id, why) for place, why in enumerate(defects) if why)
-        greedy, unlike = self._checked([(rows[place], states[place]) for place in good])
-        members = self._members(rows)
-        receipt = Receipt(digest(rows), rejected, greedy, unlike, tuple(members[place] for place in good))
-        if good:
-            shard = packed([rows[place] for place in good], [states[place] for place in good])
-            write_shard(self.folder / plan.name, shard, self.settings.storing)
-        write_json(receipt_path(self.folder, plan.name), asdict(receipt))
-        return receipt
-
-    def _checked(self, made: Sequence[tuple[TokenRow, RowStates]]) -> tuple[int, int]:
-        """Check one row against the reference, and all that were written greedily against their tokens: those counted, those unlike."""
-        if made:
-            row, state = min(made, key=lambda pair: sha256_text(pair[0].id))
-            check_sample(self.engine(), row, state, self.boundaries, self.settings.noise)
-        written = [(row, state) for row, state in made if row.dataset in self.greedy]
-        unlike = [unlike_greedy(self.engine(), row, state) for row, state in written]
-        greedy = sum(len(row.final_index) for row, _ in written)
-        if sum(unlike) > MOST_UNLIKE * greedy:
-            worst = written[unlike.index(max(unlike))][0]
-            raise StageError(
-                f"{sum(unlike)} of {greedy} tokens of greedy answers are not what the target would write now, most of them in row "
-                f"{worst.id} of {worst.dataset}: states and tokens are shifted, or another target or template wrote the answers; "
-                "delete responses of this dataset and run again, and report it if that does not help"
-            )
-        return greedy, sum(unlike)
-
-    def coming(self, plan: ShardPlan) -> Iterator[StateRequest]:
-        """What the engine will be asked for when `plan` is written, in this order."""
-        rows = plan.read()
-        for batch in batches([row.input_ids for row in rows], self.settings.together):
-            members = [rows[index] for index in batch]
-            if not self.earlier.knows(members):
-                yield from (StateRequest(row.input_ids, row.final_index) for row in members)
-
-    def _members(self, rows: Sequence[TokenRow]) -> dict[int, tuple[str, int]]:
-        """Name of the batch of each of `rows`, and its number in it."""
-        made: dict[int, tuple[str, int]] = {}
-        for batch in batches([row.input_ids for row in rows], self.settings.together):
-            name = self.earlier.batch([rows[index] for index in batch])
-            made |= {index: (name, member) for member, index in enumerate(batch)}
-        return made
 
 
 @dataclass(frozen=True)
@@ -150,7 +56,7 @@ class Dump:
         opening = EngineSettings(
             settings.engine, settings.dtype, job.runtime["device"], job.runtime["threads"], device_map=job.runtime.get("device_map")
         )
-        plain = functools.cache(lambda: open_engine(replace(opening, engine="transformers"), target, frozenset()))
+        plain = once(lambda: open_engine(replace(opening, engine="transformers"), target, frozenset()))
         served = None
         if settings.engine == "sglang":
             pieces = folder / RECEIPTS / "pieces"
@@ -159,7 +65,8 @@ class Dump:
         (folder / RECEIPTS).mkdir(exist_ok=True)
         versions = served.serving.versions() if served else {name: metadata.version(name) for name in ("torch", "transformers")}
         earlier = Earlier(job.output, context(job, opening, boundaries, versions))
-        writer = ShardWriter(folder, settings, boundaries, engine, frozenset(job.settings.get("greedy", ())), earlier)
+        batching = Batching(settings.together, leads=opening.device == "cpu")
+        writer = ShardWriter(folder, settings, boundaries, engine, frozenset(job.settings.get("greedy", ())), earlier, batching)
         return cls(settings, shape, plans, rejected, writer, served, versions)
 
     def announce(self, plans: Iterable[ShardPlan]) -> None:
@@ -205,12 +112,12 @@ def hidden(job: Job, folder: Path) -> Result:
     total = sum(plan.tokens for plan in plans)
     progress = Progress(folder, total, "tokens", done=total - sum(plan.tokens for plan in missing))
     with dump.serving(missing):
-        for plan in missing:
-            receipts[plan.name] = writer.write(plan)
+        for plan, receipt in written(writer, missing, workers(job.runtime["device"])):
+            receipts[plan.name] = receipt
             progress.add(plan.tokens, note=plan.name)
     quarantined = [[row, reason] for plan in plans for _, row, reason in receipts[plan.name].rejected]
     rejected.update(reason for _, reason in quarantined)
-    shards = described(plans, folder)
+    shards = [shard for plan in plans if (shard := receipts[plan.name].shard)]
     write_table(folder, {shard.name: receipts[shard.name].batches for shard in shards})
     check_splits([shard.name for shard in shards] + [plan.name for plan in dump.rolled], rejected, job.output)
     found = {
@@ -265,14 +172,3 @@ def check_splits(names: Sequence[str], rejected: Mapping[str, int], output: Path
             raise StageError(
                 f"{output}: no row of split {split} has usable states, rejected: {dict(rejected)}; look at hidden.dtype and the target"
             )
-
-
-def described(plans: Sequence[ShardPlan], folder: Path) -> list[Shard]:
-    """The finished shards; a shard that lost all its rows has no file."""
-    shards = []
-    for plan in plans:
-        path = folder / plan.name
-        if path.exists():
-            shard = read_shard(path)
-            shards.append(Shard.of(path, len(shard.ids), shard.tokens))
-    return shards

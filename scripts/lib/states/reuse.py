@@ -18,7 +18,7 @@ from scripts.lib.ground.manifest import NAME, Shard, checked_shard, read_manifes
 from scripts.lib.states.encoded import decoded
 from scripts.lib.states.format import HiddenShard, final_borders
 from scripts.lib.states.reader import read_shard
-from scripts.lib.states.rows import TokenRow
+from scripts.lib.states.rows import TokenRow, listed
 
 TABLE = "batches.parquet"
 SCHEMA = {"shard": pl.String, "row": pl.Int64, "batch": pl.String, "member": pl.Int64}
@@ -42,10 +42,12 @@ class Earlier:
 
     def batch(self, rows: Sequence[TokenRow]) -> str:
         """Names the batch of `rows`: equal names mean equal states."""
-        return sha256_text(canonical([self.context, [[row.input_ids, row.final_index] for row in rows]]))
+        return sha256_text(f"[{canonical(self.context)},{listed([row.input_ids, row.final_index] for row in rows)}]")
 
     def states(self, rows: Sequence[TokenRow]) -> list[RowStates] | None:
         """The states of the batch of `rows` if all of them were published before. Raises StageError for a shard that is damaged."""
+        if not self.places:
+            return None
         name = self.batch(rows)
         places = [self.places.get((name, member)) for member in range(len(rows))]
         known = [place for place in places if place]
@@ -56,6 +58,8 @@ class Earlier:
 
     def knows(self, rows: Sequence[TokenRow]) -> bool:
         """Whether `states` has those of the batch of `rows`."""
+        if not self.places:
+            return False
         name = self.batch(rows)
         return all((name, member) in self.places for member in range(len(rows)))
 

@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 
@@ -34,7 +36,7 @@ class TokenRow:
     @cached_property
     def final_index(self) -> tuple[int, ...]:
         """Positions whose final state teaches: all of a span but its last."""
-        return tuple(place for start, end in self.spans for place in range(start, end - 1))
+        return tuple(chain.from_iterable(range(start, end - 1) for start, end in self.spans))
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,12 @@ def rejection(context: int) -> pl.Expr:
 
 def digest(rows: Sequence[TokenRow]) -> str:
     """Names the content of `rows`."""
-    return sha256_text(canonical([[row.id, row.input_ids, row.spans] for row in rows]))
+    return sha256_text(listed([row.id, row.input_ids, row.spans] for row in rows))
+
+
+def listed(values: Iterable[Any]) -> str:
+    """The list of `values` as `canonical` gives it, made one by one: other threads wait while a long text is made."""
+    return f"[{','.join(map(canonical, values))}]"
 
 
 def plan_shards(manifest: Path, tokens_per_shard: int, context: int) -> tuple[list[ShardPlan], Counter[str]]:

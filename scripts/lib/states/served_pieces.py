@@ -5,6 +5,7 @@ Shapes: T tokens of a row, n tokens of a part of it, F and f teachers in them, H
 
 import json
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def joined(name: str, pieces: Sequence[Piece], request: StateRequest) -> RowStat
         end = piece.first + len(piece.input_ids)
         if piece.first != place:
             return None
-        teachers = sum(place <= position < end for position in request.final_index)
+        teachers = bisect_left(request.final_index, end) - bisect_left(request.final_index, place)
         if piece.input_ids.tolist() != list(request.input_ids[place:end]) or len(piece.final) != teachers:
             raise StageError(
                 f"row {name}: the server's states of tokens {place} to {end - 1} belong to other tokens, or {len(piece.final)} final "

@@ -6,7 +6,7 @@ every token, the head, and the batch: rows, and where each part of a row starts.
 output, in the forward's own dtype, and reduces both over the ranks: states are the same on all of them, and rank 0 writes.
 
 Each forward pass becomes one safetensors file, whose metadata says which part of which row lies where. The GPU copies to page-locked
-memory on a stream of its own, and a thread writes: the next pass starts meanwhile. When all buffers wait for the disk, the pass waits too.
+memory on a stream of its own, and threads write: the next pass starts meanwhile. When all buffers wait for the disk, the pass waits too.
 
 Only torch and the standard library are imported: this is another environment than aerie's.
 Shapes: N tokens of a pass, F of them with a teacher, L boundaries, H hidden size.
@@ -25,19 +25,28 @@ from torch import Tensor
 
 PREFIX = "aerie-states:"  # of the request ids of rows whose states are wanted
 BUFFERS = 4
-LOGIT_ROWS = 512  # rows of one product with the head: bounds the logits to 512 × vocabulary
+WRITERS = 2  # threads: one alone writes little faster than a small target computes
+LOGIT_ROWS = 1024  # rows of one product with the head: bounds the logits to 1024 × vocabulary
 DTYPES = {torch.int32: "I32", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """`count` tokens of the row `name` from its token `first` on; they start at `place` of the pass. `finals`: places with a teacher."""
+    """`count` tokens of the row `name` from its token `first` on; they start at `place` of the pass.
+
+    `finals`: half-open ranges of places with a teacher. Ranges, as the pass waits while Python goes through positions one by one.
+    """
 
     name: str
     first: int
     place: int
     count: int
-    finals: tuple[int, ...]
+    finals: tuple[tuple[int, int], ...]
+
+    @property
+    def teachers(self) -> int:
+        """How many places have a teacher."""
+        return sum(end - start for start, end in self.finals)
 
 
 def request_id(name: str, positions: list[tuple[int, int]]) -> str:
@@ -61,8 +70,8 @@ def parts_of(batch: Any) -> list[Part]:
     for rid, count, first in zip(batch.rids or (), counts, firsts, strict=False):
         row = asked(rid)
         if row:
-            inside = [range(max(start, first), min(end, first + count)) for start, end in row[1]]
-            finals = tuple(position - first + place for positions in inside for position in positions)
+            inside = ((max(start - first, 0), min(end - first, count)) for start, end in row[1])
+            finals = tuple((start + place, end + place) for start, end in inside if start < end)
             parts.append(Part(row[0], first, place, count, finals))
         place += count
     return parts
@@ -83,6 +92,13 @@ def taken(tensor: Tensor, parts: list[Part]) -> Tensor:
     if sum(part.count for part in parts) == end - start:
         return tensor[start:end]
     return torch.cat([tensor[part.place : part.place + part.count] for part in parts])
+
+
+def teachers(parts: list[Part], device: torch.device) -> Tensor:
+    """The places i64 [F] with a teacher. From pageable memory the copy would wait until the GPU has done all that is queued."""
+    ranges = [torch.arange(start, end) for part in parts for start, end in part.finals]
+    places = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+    return places.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else places.to(device)
 
 
 class Hook:
@@ -129,10 +145,7 @@ class Hook:
         tokens = self.parts[-1].place + self.parts[-1].count
         if min(len(aux), len(hidden)) < tokens:
             raise RuntimeError(f"aerie: {len(aux)} and {len(hidden)} states for {tokens} tokens: they are spread over ranks")
-        # From pageable memory the copy would wait until the GPU has done all that is queued.
-        places = torch.tensor(
-            [place for part in self.parts for place in part.finals], dtype=torch.int64, pin_memory=hidden.device.type == "cuda"
-        ).to(hidden.device, non_blocking=True)
+        places = teachers(self.parts, hidden.device)
         final = hidden[places]
         # Also on ranks that write nothing: the parts of the vocabulary are gathered from all.
         logits = [processor._get_logits(rows, head, batch).argmax(-1) for rows in final.split(LOGIT_ROWS) if len(rows)]
@@ -144,11 +157,11 @@ class Hook:
             "aux": taken(aux, self.parts).to(torch.bfloat16),
             "final": final.to(torch.bfloat16),
         }
-        self.outbox.send([(part.name, part.first, part.count, len(part.finals)) for part in self.parts], tensors)
+        self.outbox.send([(part.name, part.first, part.count, part.teachers) for part in self.parts], tensors)
 
 
 class Outbox:
-    """Files in `folder`, written by a thread in the order in which they are sent."""
+    """Files in `folder`, written by a few threads, so that they come in nearly the order in which they are sent."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.numbers = folder, itertools.count()
@@ -157,7 +170,8 @@ class Outbox:
         self.problem: Exception | None = None
         for _ in range(BUFFERS):
             self.free.put(Buffer())
-        threading.Thread(target=self._write_all, name="aerie-states", daemon=True).start()
+        for _ in range(WRITERS):
+            threading.Thread(target=self._write_all, name="aerie-states", daemon=True).start()
 
     def send(self, parts: list[tuple[str, int, int, int]], tensors: dict[str, Tensor]) -> None:
         """Copy `tensors` and return; waits while all buffers wait for the disk. Raises what the thread met when it wrote."""
@@ -207,7 +221,8 @@ class Buffer:
         self.size = sum(tensor.nbytes for tensor in tensors.values())
         device = next(iter(tensors.values())).device
         if len(self.memory) < self.size:
-            self.memory = torch.empty(self.size * 5 // 4, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            # A power of two, as torch would take that much anyway: locking pages stops the GPU, and so must be rare.
+            self.memory = torch.empty(1 << (self.size - 1).bit_length(), dtype=torch.uint8, pin_memory=device.type == "cuda")
         if device.type != "cuda":
             self._copy(tensors, False)
             return

@@ -128,7 +128,7 @@ def train_memory(wildcards, input):
     merged = Path(f"results/{RUN}/merged/manifest.json")
     mix = json.loads(merged.read_text())["facts"] if merged.exists() else {}
     drafter = config["drafters"][wildcards.drafter]
-    sizes = Sizes.of(json.loads(path.read_text()), config["vocab"]["size"], drafter.get("intermediate_size"))
+    sizes = Sizes.of(json.loads(path.read_text()), config["vocab"]["size"], drafter.get("intermediate_size"), drafter.get("layers", 1))
     load = expected_load(drafter, trained_share(mix), config["runtime"])
     return round(estimate(sizes, load).total / 1e6)
 

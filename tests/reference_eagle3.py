@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+KeyValue = tuple[list[Tensor], list[Tensor]]  # of each key/value head
+
 
 @dataclass
 class ReferenceRow:
@@ -67,22 +69,25 @@ class ReferenceDrafter:
     def fed_back(self, hidden: Tensor) -> Tensor:
         return norm(hidden, self.w["norm.weight"], self.eps) if self.norm_output else hidden
 
-    def attention_input(self, embed: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                norm(embed, self.w["midlayer.input_layernorm.weight"], self.eps),
-                norm(hidden, self.w["midlayer.hidden_norm.weight"], self.eps),
-            ]
-        )
+    def layers(self) -> int:
+        return sum(name.endswith("o_proj.weight") for name in self.w)
 
-    def key_value(self, x: Tensor, position: int) -> tuple[list[Tensor], list[Tensor]]:
-        keys = heads(self.w["midlayer.self_attn.k_proj.weight"] @ x, self.head_dim)
-        values = heads(self.w["midlayer.self_attn.v_proj.weight"] @ x, self.head_dim)
+    def weight(self, layer: int, name: str) -> Tensor:
+        return self.w[f"{f'layers.{layer}' if layer else 'midlayer'}.{name}.weight"]
+
+    def attention_input(self, layer: int, embed: Tensor, hidden: Tensor) -> Tensor:
+        """The first layer sees the embedding beside the stream, the others the stream alone."""
+        stream = norm(hidden, self.weight(layer, "hidden_norm"), self.eps)
+        return stream if layer else torch.cat([norm(embed, self.weight(0, "input_layernorm"), self.eps), stream])
+
+    def key_value(self, layer: int, x: Tensor, position: int) -> KeyValue:
+        keys = heads(self.weight(layer, "self_attn.k_proj") @ x, self.head_dim)
+        values = heads(self.weight(layer, "self_attn.v_proj") @ x, self.head_dim)
         return [rotate(key, position, self.theta) for key in keys], values
 
-    def layer(self, x: Tensor, hidden: Tensor, position: int, seen: list[tuple[list[Tensor], list[Tensor]]]) -> Tensor:
-        """Output before the last norm of one slot that sees exactly the list `seen` of (keys, values)."""
-        queries = heads(self.w["midlayer.self_attn.q_proj.weight"] @ x, self.head_dim)
+    def layer(self, layer: int, x: Tensor, hidden: Tensor, position: int, seen: list[KeyValue]) -> Tensor:
+        """What goes on from `layer` for one slot that sees exactly the list `seen` of (keys, values)."""
+        queries = heads(self.weight(layer, "self_attn.q_proj") @ x, self.head_dim)
         groups = len(seen[0][0])
         attended = []
         for number, query in enumerate(queries):
@@ -90,35 +95,41 @@ class ReferenceDrafter:
             group = number // (len(queries) // groups)
             weights = torch.softmax(torch.stack([rotated @ keys[group] / math.sqrt(self.head_dim) for keys, _ in seen]), 0)
             attended.append(sum(weight * values[group] for weight, (_, values) in zip(weights, seen, strict=True)))
-        hidden = hidden + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-        y = norm(hidden, self.w["midlayer.post_attention_layernorm.weight"], self.eps)
-        gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ y, self.w["midlayer.mlp.up_proj.weight"] @ y
-        return hidden + self.w["midlayer.mlp.down_proj.weight"] @ (torch.nn.functional.silu(gate) * up)
+        hidden = hidden + self.weight(layer, "self_attn.o_proj") @ torch.cat(attended)
+        y = norm(hidden, self.weight(layer, "post_attention_layernorm"), self.eps)
+        gate, up = self.weight(layer, "mlp.gate_proj") @ y, self.weight(layer, "mlp.up_proj") @ y
+        return hidden + self.weight(layer, "mlp.down_proj") @ (torch.nn.functional.silu(gate) * up)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.w["lm_head.weight"] @ norm(hidden, self.w["norm.weight"], self.eps)
 
 
 def states(drafter: ReferenceDrafter, embedding: Tensor, row: ReferenceRow, steps: int) -> list[dict[int, Tensor]]:
-    """For each step, the state [H] of every slot trained at it, by slot."""
-    places = range(len(row.tokens) - 1)
-    fused = [drafter.fuse(row.aux[t]) for t in places]
-    inputs = [drafter.attention_input(embedding[row.tokens[t + 1]], fused[t]) for t in places]
-    first = [drafter.key_value(inputs[t], t) for t in places]
-    own: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {t: [] for t in places}
-    found: list[dict[int, Tensor]] = []
-    for step in range(steps):
+    """For each step, the state [H] of every slot trained at it, by slot.
+
+    Step 0 is one causal pass of all layers over the row; a later step of a slot sees, in each layer, that pass up to the slot, and
+    what its own steps before left there.
+    """
+    places, layers = range(len(row.tokens) - 1), range(drafter.layers())
+    stream = [drafter.fuse(row.aux[t]) for t in places]
+    first: list[list[KeyValue]] = []
+    own: list[dict[int, list[KeyValue]]] = [{t: [] for t in places} for _ in layers]
+    for number in layers:
+        inputs = [drafter.attention_input(number, embedding[row.tokens[t + 1]], stream[t]) for t in places]
+        first.append([drafter.key_value(number, inputs[t], t) for t in places])
+        stream = [drafter.layer(number, inputs[t], stream[t], t, first[number][: t + 1]) for t in places]
+    found = [{t: stream[t] for t in places if row.trained(t, 0)}]
+    for step in range(1, steps):
         here = {}
         for t in places:
             if not row.trained(t, step):
                 continue
-            if step == 0:
-                hidden, x = fused[t], inputs[t]
-            else:
-                hidden = drafter.fed_back(found[step - 1][t])
-                x = drafter.attention_input(embedding[row.tokens[t + 1 + step]], hidden)
-                own[t].append(drafter.key_value(x, t + step))
-            here[t] = drafter.layer(x, hidden, t + step, first[: t + 1] + own[t])
+            hidden = drafter.fed_back(found[step - 1][t])
+            for number in layers:
+                x = drafter.attention_input(number, embedding[row.tokens[t + 1 + step]], hidden)
+                own[number][t].append(drafter.key_value(number, x, t + step))
+                hidden = drafter.layer(number, x, hidden, t + step, first[number][: t + 1] + own[number][t])
+            here[t] = hidden
         found.append(here)
     return found
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from scripts.lib.eagle3.model import DraftCache, Drafter, DrafterConfig
+from scripts.lib.eagle3.cache import DraftCache
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
 
 BOUNDARIES = (2, 4, 5)
 

@@ -12,8 +12,9 @@ from scripts.lib.chat.template import ChatTemplate
 from scripts.lib.doctor.command import Case, examine
 from scripts.lib.doctor.loading import load_any
 from scripts.lib.doctor.walking import Text, chain_accepted, deviations, judged, questions, rows_of, walk_findings, walks
+from scripts.lib.eagle3.cache import DraftCache
 from scripts.lib.eagle3.export import load_drafter
-from scripts.lib.eagle3.model import DraftCache, Drafter
+from scripts.lib.eagle3.model import Drafter
 from scripts.lib.ground.errors import StageError
 from scripts.lib.speculation.decoding import decode_chain, decode_plain
 from scripts.lib.speculation.limits import Limits
@@ -39,7 +40,7 @@ class Listener(Drafter):
 
     def decode(self, embeds: Tensor, hidden: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
         """The position [T, 1] whose text comes next; -1 where the states are not the known ones."""
-        cache.append(torch.zeros(len(hidden), 1, 1), torch.zeros(len(hidden), 1, 1))
+        cache.layers[0].append(torch.zeros(len(hidden), 1, 1), torch.zeros(len(hidden), 1, 1))
         fed_back = hidden.shape[1] == 1
         right = hidden[:, 0] >= 0 if fed_back else (hidden - self.known.flatten(1)[positions]).abs().amax(1) < 1e-4
         return torch.where(right, positions, -1)[:, None].float()

@@ -1,12 +1,15 @@
 """The start without training is the linear drafter that it claims to be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
+from scripts.lib.eagle3.cache import DraftCache
 from scripts.lib.eagle3.closed_form import Sample, closed_form_start, low_rank
 from scripts.lib.eagle3.initial import initialise
-from scripts.lib.eagle3.model import DraftCache, Drafter, DrafterConfig
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from tests.tiny import tiny_config
 
 
@@ -49,6 +52,23 @@ def test_linear_target_is_found_and_written_into_fc_and_own_token_heads(drafter)
         without_token = functional.cosine_similarity(drafter.norm(drafter.fuse(unseen.aux)), unseen.final)
     assert likeness.mean() > 0.98
     assert without_token.mean() < 0.9
+
+
+def test_further_layers_are_silent_at_first_and_keep_what_they_read_with(drafter):
+    """A target's layer behind the best linear drafter would take it away from there."""
+    deep = Drafter(replace(drafter.config, num_hidden_layers=2), drafter.d2t, drafter.t2d)
+    initialise(deep, 2)
+    deep.load_state_dict(drafter.state_dict(), strict=False)
+    embedding = torch.randn(272, 64, generator=torch.Generator().manual_seed(5)) * 0.1
+    samples = linear_samples(drafter, embedding, 20)
+    for one in (drafter, deep):
+        closed_form_start(one, embedding, samples)
+    tokens, aux = samples[0].next_tokens, samples[0].aux
+    with torch.no_grad():
+        wanted, found = (one.decode(embedding[tokens], one.fuse(aux), torch.arange(len(tokens)), DraftCache()) for one in (drafter, deep))
+    assert torch.equal(found, wanted)
+    further = deep.layers["1"]
+    assert all(projection.weight.abs().sum() > 0 for projection in (further.self_attn.v_proj, further.mlp.gate_proj))
 
 
 def test_own_token_gets_most_of_the_attention():

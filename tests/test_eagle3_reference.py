@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from scripts.lib.eagle3.cache import DraftCache
 from scripts.lib.eagle3.initial import initialise
-from scripts.lib.eagle3.model import DraftCache, Drafter, DrafterConfig
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.states.format import HiddenShard
 from scripts.lib.training import loss, slot_attention
 from scripts.lib.training.batches import collate

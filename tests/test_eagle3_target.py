@@ -38,7 +38,7 @@ def test_head_and_embedding_are_found_in_one_file_or_many_tied_or_not(tmp_path, 
     target = saved(tmp_path, tied, prefix, sharded)
     assert torch.equal(target.embedding(), EMBEDDING)
     assert torch.equal(target.head(), EMBEDDING if tied else HEAD)
-    assert target.last_layer()("mlp.up_proj.weight") is None
+    assert target.find("layers.0.mlp.up_proj.weight") is None
 
 
 def test_a_target_without_a_head_is_refused_by_name(tmp_path):

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from scripts.lib.eagle3.cache import DraftCache
 from scripts.lib.eagle3.export import load_drafter, save_drafter
 from scripts.lib.eagle3.initial import initialise
-from scripts.lib.eagle3.model import DraftCache, Drafter, DrafterConfig
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from tests.tiny import tiny_config
 
 IDS = torch.arange(1, 200, 2)

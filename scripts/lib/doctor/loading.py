@@ -8,11 +8,21 @@ from transformers import AutoConfig
 
 from scripts.lib.doctor.preflight import read_config
 from scripts.lib.eagle3.foreign import engine_tensors
-from scripts.lib.eagle3.judging import HEAD, boundaries_of
+from scripts.lib.eagle3.judging import boundaries_of
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
+from scripts.lib.eagle3.shapes import HEAD
 from scripts.lib.ground.errors import StageError
 
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "vocab_size",
+)
 UNKNOWN = ("target_hidden_size", "norm_before_fc", "bias")
 
 

@@ -23,7 +23,8 @@ from scripts.lib.doctor.findings import IDLE_ACCEPT_LENGTH, Finding
 from scripts.lib.doctor.loading import load_any
 from scripts.lib.doctor.repairs import finding
 from scripts.lib.doctor.served import CANARY_TOKENS
-from scripts.lib.eagle3.model import DraftCache, Drafter
+from scripts.lib.eagle3.cache import DraftCache
+from scripts.lib.eagle3.model import Drafter
 from scripts.lib.engines.protocol import Request
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
 from scripts.lib.ground.errors import StageError

@@ -47,8 +47,8 @@ class Moments:
 def closed_form_start(drafter: Drafter, embedding: Tensor, samples: Iterable[Sample]) -> None:
     """Write the best linear drafter for `samples` into `drafter`, whose norm and head are the target's; computed where it lies.
 
-    `embedding` [V, H] is the target's. The feed-forward block and the remaining heads keep their weights but start silent,
-    so that training begins at the linear drafter.
+    `embedding` [V, H] is the target's. The feed-forward block, the remaining heads and all further layers keep their weights but start
+    silent, so that training begins at the linear drafter.
     """
     size = drafter.config.hidden_size
     states, tokens = slice(0, 3 * size), slice(3 * size, 4 * size)
@@ -116,7 +116,7 @@ def low_rank(weights: Tensor, second_moment: Tensor, rank: int) -> tuple[Tensor,
 
 
 def look_at_own_token(drafter: Drafter, embedding: Tensor, read: Tensor, write: Tensor) -> None:
-    """Set heads to attend to their own token and to add e @ `read` @ `write`; silence what else the layer adds.
+    """Set heads of the first layer to attend to their own token and to add e @ `read` @ `write`; silence what else the layers add.
 
     Queries and keys are one random projection of the embedding, so that their product is largest for the same token,
     and among equal tokens rotary position makes it largest for the own one.
@@ -126,8 +126,9 @@ def look_at_own_token(drafter: Drafter, embedding: Tensor, read: Tensor, write: 
     shared = config.num_attention_heads // config.num_key_value_heads
     probe = own_token_probe(embedding, width, config.rms_norm_eps).to(read.device)
     drafter.midlayer.input_layernorm.weight.fill_(1.0)
-    drafter.midlayer.mlp.down_proj.weight.zero_()
-    attention.o_proj.weight.zero_()
+    for layer in drafter.decoder:
+        layer.mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
     for group in range(-(-read.shape[1] // width)):
         part = slice(group * width, min((group + 1) * width, read.shape[1]))
         keys, queries = slice(group * width, (group + 1) * width), slice(group * shared * width, (group + 1) * shared * width)

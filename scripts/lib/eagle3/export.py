@@ -4,6 +4,7 @@ Engines skip unknown names and fill missing ones at random without a word, so re
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,27 @@ COPIED = (
     "rope_parameters",
     "bos_token_id",
     "eos_token_id",
+    "num_hidden_layers",
 )
+OWN = ("intermediate_size", "num_hidden_layers")  # of which a drafter may have others than its target
 SWITCHES = ("fc_norm", "norm_output")  # of EAGLE-3.1, written where they are on
 
 
 def save_drafter(drafter: Drafter, folder: Path) -> None:
     """Write `drafter` in bfloat16 with its vocabulary tables to `folder`, which must exist; each file whole or not at all."""
-    tensors = {name: exported(tensor) for name, tensor in drafter.state_dict().items()}
+    weights = drafter.state_dict()
+    tensors = {name: exported(tensor) for name, tensor in weights.items()}
+    tensors |= {twin: tensors[name].clone() for twin, name in twins(weights).items()}
     write_bytes(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_json(folder / "config.json", config_json(drafter.config))
+
+
+def twins(names: Iterable[str]) -> dict[str, str]:
+    """The second names of tensors among `names`, and the first ones.
+
+    What a layer behind the first one attends to is normed by its `hidden_norm` in SGLang and by its `input_layernorm` in vLLM.
+    """
+    return {norm.replace("hidden_norm", "input_layernorm"): norm for norm in names if norm.startswith("layers.") and "hidden_norm" in norm}
 
 
 def exported(tensor: Tensor) -> Tensor:
@@ -63,7 +76,6 @@ def config_json(config: DrafterConfig) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_act": "silu",
-        "num_hidden_layers": 1,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -89,9 +101,12 @@ def load_drafter(folder: Path, dtype: torch.dtype, device: str) -> Drafter:
         raise StageError(f"{path}: not a readable safetensors file ({error}); export the drafter again") from error
     with torch.device("meta"):
         drafter = Drafter(config, torch.empty(config.draft_vocab_size, dtype=torch.int64), torch.empty(config.vocab_size, dtype=torch.bool))
-    check_tensors(path, tensors, {name: (tuple(tensor.shape), stored_dtype(tensor)) for name, tensor in drafter.state_dict().items()})
+    expected = {name: (tuple(tensor.shape), stored_dtype(tensor)) for name, tensor in drafter.state_dict().items()}
+    doubles = twins(expected)
+    check_tensors(path, tensors, expected | {twin: expected[name] for twin, name in doubles.items()})
     check_vocabulary(path, tensors["d2t"], tensors["t2d"])
-    drafter.load_state_dict(tensors, assign=True)
+    check_twins(path, tensors, doubles)
+    drafter.load_state_dict({name: tensors[name] for name in expected}, assign=True)
     return drafter.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
@@ -108,6 +123,8 @@ def load_config(path: Path) -> DrafterConfig:
         switches = {name: data.get(name, False) for name in SWITCHES}
         config = DrafterConfig(**{name: data[name] for name in COPIED}, **switches, boundaries=tuple(boundaries))
         expected = config_json(config)
+        if config.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers is {config.num_hidden_layers}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else error
         raise StageError(f"{path}: not the config of an {ARCHITECTURE} drafter ({reason}); export the drafter again") from error
@@ -152,12 +169,18 @@ def check_vocabulary(path: Path, d2t: Tensor, t2d: Tensor) -> None:
         )
 
 
+def check_twins(path: Path, tensors: dict[str, Tensor], doubles: dict[str, str]) -> None:
+    """Refuse a file in which the two names of a tensor, `doubles`, stand for different ones: each engine reads another."""
+    wrong = [f"{twin} is not {name}" for twin, name in doubles.items() if not torch.equal(tensors[twin], tensors[name])]
+    if wrong:
+        raise StageError(f"{path}: {', '.join(wrong)}: SGLang and vLLM would compute different drafts; export the drafter again")
+
+
 def check_target(folder: Path, target: PretrainedConfig) -> None:
     """Refuse the drafter in `folder` when sizes, rotary embedding or positions are not those of `target`."""
     config = load_config(folder / "config.json")
-    expected = replace(
-        DrafterConfig.from_target(target, config.draft_vocab_size, config.boundaries), intermediate_size=config.intermediate_size
-    )
+    like = DrafterConfig.from_target(target, config.draft_vocab_size, config.boundaries)
+    expected = replace(like, **{name: getattr(config, name) for name in OWN})
     wrong = [
         f"{name} is {getattr(config, name)!r}, the target's {getattr(expected, name)!r}"
         for name in COPIED

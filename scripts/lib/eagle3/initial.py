@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from scripts.lib.eagle3.export import twins
 from scripts.lib.eagle3.foreign import engine_tensors
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.eagle3.target import NORM, TargetWeights
 from scripts.lib.ground.errors import StageError
 
 STANDARD_DEVIATION = 0.02
-DOWN = "midlayer.mlp.down_proj.weight"
+DOWN = ".mlp.down_proj.weight"
 
 
 def initialise(drafter: Drafter, seed: int) -> None:
@@ -29,16 +30,16 @@ def initialise(drafter: Drafter, seed: int) -> None:
 
 
 def warm_start(drafter: Drafter, target: TargetWeights) -> list[str]:
-    """Take over the target's head, last norm and last layer, as far as names and shapes fit; the names taken.
+    """Take over the target's head, last norm and last layers, as many as the drafter has, as far as names and shapes fit; the names taken.
 
-    The target's layer reads features only: `fc` and the embedding half of the projections keep their random start. Of a wider MLP it
-    is the last part, and the rest writes nothing yet.
+    The target's layers read features only: `fc` and the embedding half of the projections keep their random start. Of a wider MLP they
+    are the last part, and the rest writes nothing yet.
     """
     taken = {"lm_head.weight": target.head()[drafter.target_ids], "norm.weight": target[NORM], **layer_weights(drafter, target)}
     with torch.no_grad():
         parameters = dict(drafter.named_parameters())
         for name, tensor in taken.items():
-            if name == DOWN:
+            if name.endswith(DOWN):
                 parameters[name].zero_()
             last = tuple(slice(whole - part, whole) for whole, part in zip(parameters[name].shape, tensor.shape, strict=True))
             parameters[name][last] = tensor.to(parameters[name].dtype)
@@ -46,25 +47,26 @@ def warm_start(drafter: Drafter, target: TargetWeights) -> list[str]:
 
 
 def layer_weights(drafter: Drafter, target: TargetWeights) -> dict[str, Tensor]:
-    """Weights of the target's last layer by the drafter's names, where the shapes fit.
+    """Weights of the target's last layers by the drafter's names, where the shapes fit.
 
-    A projection of the target is half as wide as the drafter's, whose second half sees the features. Its MLP may be narrower.
+    A projection of the target is half as wide as that of the drafter's first layer, whose second half sees the features. Its MLP may be
+    narrower.
     """
-    find = target.last_layer()
-    sources = {name: name.removeprefix("midlayer.") for name, _ in drafter.named_parameters() if name.startswith("midlayer.")}
-    sources["midlayer.hidden_norm.weight"] = "input_layernorm.weight"
+    names = ["midlayer", *(f"layers.{number}" for number in drafter.layers)]
+    before = target.config.get_text_config().num_hidden_layers - len(names)
     found = {}
-    for name, source in sources.items():
-        tensor = find(source)
-        shape = tuple(drafter.get_parameter(name).shape)
-        if tensor is not None and fits(name, tuple(tensor.shape), shape):
-            found[name] = tensor
+    for number, (name, layer) in enumerate(zip(names, drafter.decoder, strict=True)):
+        for part, parameter in layer.named_parameters():
+            source = "input_layernorm.weight" if part == "hidden_norm.weight" else part
+            tensor = target.find(f"layers.{before + number}.{source}")
+            if tensor is not None and fits(part, tuple(tensor.shape), tuple(parameter.shape)):
+                found[f"{name}.{part}"] = tensor
     return found
 
 
 def fits(name: str, part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether weights of shape `part` of the target can be the last part of the drafter's weights `name` of shape `whole`."""
-    if ".mlp." in name:
+    """Whether weights of shape `part` of the target can be the last part of the weights `name` of a layer, of shape `whole`."""
+    if name.startswith("mlp."):
         return all(size <= most for size, most in zip(part, whole, strict=True))
     return part in (whole, (*whole[:-1], whole[-1] // 2))
 
@@ -73,7 +75,7 @@ def start_from(drafter: Drafter, folder: Path, target: TargetWeights) -> list[st
     """Take over the weights of another drafter for the same target, in `folder` as SGLang loads it; the names taken.
 
     Its draft vocabulary may be another one: head rows of tokens that it lacks are the target's.
-    Raises StageError when a weight is missing or has another shape.
+    Raises StageError when a weight is missing or has another shape, or when it has layers that `drafter` lacks.
     """
     found = engine_tensors(folder)
     parameters = dict(drafter.named_parameters())
@@ -82,6 +84,8 @@ def start_from(drafter: Drafter, folder: Path, target: TargetWeights) -> list[st
         for name, parameter in parameters.items()
         if name != "lm_head.weight" and (name not in found or found[name].shape != parameter.shape)
     ]
+    extra = found.keys() - parameters.keys() - twins(parameters).keys()
+    wrong += [f"{name} is there, must not be" for name in sorted(extra) if name.startswith("layers.")]
     size = drafter.config.hidden_size
     tables = [name for name in ("lm_head.weight", "d2t") if name not in found]
     if wrong or tables or found["lm_head.weight"].shape != (len(found["d2t"]), size):

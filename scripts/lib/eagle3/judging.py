@@ -20,15 +20,13 @@ from scripts.lib.eagle3.export import ARCHITECTURE
 from scripts.lib.eagle3.foreign import engine_name, engine_tensors
 from scripts.lib.eagle3.layers import default_boundaries, from_sglang
 from scripts.lib.eagle3.model import UNREAD_ROPE_KEYS
+from scripts.lib.eagle3.shapes import EMBEDDING, FUSION, HEAD, SWITCHED, expected_shapes, known_names, layer_count, layer_names
 from scripts.lib.ground.errors import StageError
 
-EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 TABLES = ("d2t", "t2d")
 # Target classes that take layer ids as boundaries when the first is not 1, and those that do when the last boundary is among them.
 BOUNDARIES_UNLESS_ONE = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"}
 LAST_IS_CAPTURED = {"gpt_oss"}
-# Weights that an engine reads only if config.json says so.
-SWITCHED = {"fc_norm.0.weight": "fc_norm", "input_norm.weight": "norm_before_fc", "fc.bias": "bias"}
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ def config_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault("dtype_differs", f"torch_dtype is {found}, which an engine serves as {takes}, while the target's states are bfloat16")
     if config.get("tie_word_embeddings", False):
         yield Fault("head_tied", "tie_word_embeddings is true: the embedding would be taken for the head")
-    if config.get("num_hidden_layers") != 1:
-        yield Fault("other_architecture", f"num_hidden_layers is {config.get('num_hidden_layers')}, must be 1")
+    if layer_count(config) < 1:
+        yield Fault("other_architecture", f"num_hidden_layers is {config.get('num_hidden_layers')}, must be 1 or more")
     yield from layer_faults(config)
     rope = config.get("rope_parameters") or {}
     thetas = [where["rope_theta"] for where in (config, rope) if where.get("rope_theta") is not None]
@@ -97,38 +95,6 @@ def layer_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
         yield Fault("layers_unread", "use_aux_hidden_state is false: no state of the target would reach the drafter")
 
 
-def expected_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights that an engine fills, from the sizes in `config`."""
-    size, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim") or size // config["num_attention_heads"]
-    queries = config["num_attention_heads"] * head_dim
-    keys = config.get("num_key_value_heads", config["num_attention_heads"]) * head_dim
-    states = config.get("num_aux_hidden_states") or len(
-        (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
-    )
-    entering = config.get("target_hidden_size", size)
-    norms = ["norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm"]
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name in norms}
-    if config.get("fc_norm") or config.get("use_aux_norm"):
-        shapes |= {f"fc_norm.{number}.weight": (entering,) for number in range(states)}
-    if config.get("norm_before_fc") or (config.get("eagle_config") or {}).get("norm_before_fc"):
-        shapes["input_norm.weight"] = (states * entering,)
-    if config.get("bias"):
-        shapes["fc.bias"] = (size,)
-    if entering != size:
-        shapes[EMBEDDING] = (config["vocab_size"], size)
-    return shapes | {
-        FUSION: (size, states * entering),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * size),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * size),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * size),
-        "midlayer.self_attn.o_proj.weight": (size, queries),
-        "midlayer.mlp.gate_proj.weight": (inner, size),
-        "midlayer.mlp.up_proj.weight": (inner, size),
-        "midlayer.mlp.down_proj.weight": (size, inner),
-    }
-
-
 def tensor_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Fault]:
     """Weights that are missing, under another name, of another shape, or not finite."""
     try:
@@ -138,7 +104,7 @@ def tensor_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> I
         return
     for name, shape in shapes.items():
         if name not in tensors:
-            yield absent(name, shape, tensors)
+            yield absent(name, shape, config, tensors)
         elif tuple(tensors[name].shape) != shape:
             text = f"{name} is {list(tensors[name].shape)}, must be {list(shape)}"
             yield Fault("fc_width" if name == FUSION else "weights_shape", text)
@@ -148,11 +114,16 @@ def tensor_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> I
     for name, switch in SWITCHED.items():
         if name in tensors and name not in shapes:
             yield Fault("weights_unread", f"{name} is there, but config.json does not say {switch}: it would be skipped")
+    layers = {".".join(name.split(".")[:2]) for name in tensors if name.startswith("layers.")} - {*layer_names(config)}
+    if layers:
+        found = ", ".join(sorted(layers))
+        yield Fault("weights_unread", f"{found} is there, but num_hidden_layers is {layer_count(config)}: it would be skipped")
 
 
-def absent(name: str, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> Fault:
+def absent(name: str, shape: Sequence[int], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Fault:
     """The fault of a tensor `name` that is not among `tensors`: nowhere, or under a name that engines skip."""
-    nameless = sorted(other for other in tensors.keys() - KNOWN - {EMBEDDING, HEAD, *TABLES} if tuple(tensors[other].shape) == tuple(shape))
+    strange = tensors.keys() - known_names(config) - {*TABLES}
+    nameless = sorted(other for other in strange if tuple(tensors[other].shape) == tuple(shape))
     if nameless:
         return Fault("weights_renamed", f"{name} is missing: it would stay random, and {nameless[0]} of its shape would be skipped")
     return Fault("weights_missing", f"{name} is missing: it would stay random")
@@ -167,7 +138,7 @@ def vocabulary_faults(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         return
     shape = (size, config.get("hidden_size", 0))
     if head is None:
-        yield absent(HEAD, shape, tensors)
+        yield absent(HEAD, shape, config, tensors)
     elif tuple(head.shape) != shape:
         yield Fault("weights_shape", f"{HEAD} is {list(head.shape)}, must be {list(shape)}")
     if "d2t" not in tensors:
@@ -264,7 +235,7 @@ def notes(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
     stored = {tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point() and name != EMBEDDING} - {torch.bfloat16}
     if stored:
         yield f"weights are stored as {', '.join(sorted(map(str, stored)))}: engines round them to torch_dtype"
-    unknown = sorted(tensors.keys() - KNOWN - {EMBEDDING, HEAD, *TABLES})
+    unknown = sorted(tensors.keys() - known_names(config) - {*TABLES})
     if unknown:
         yield f"{unknown} mean nothing to an engine and are skipped"
     if not (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
@@ -275,12 +246,3 @@ def stored_names(path: Path) -> list[str]:
     """Names of the tensors in the file at `path`."""
     with safe_open(path, framework="pt") as file:
         return list(file.keys())
-
-
-KNOWN = {
-    *SWITCHED,
-    *(f"{name}.weight" for name in ("fc", "norm", "fc_norm.1", "fc_norm.2")),
-    *(f"midlayer.{name}.weight" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
-    *(f"midlayer.self_attn.{name}_proj.weight" for name in "qkvo"),
-    *(f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-}

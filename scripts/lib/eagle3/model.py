@@ -4,14 +4,17 @@ Shapes: T tokens, H hidden size, A attention heads, G key/value heads, E head si
 The token embedding is the target's and stays outside: callers pass embedded tokens.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from scripts.lib.eagle3.cache import DraftCache, LayerCache
 
 # SGLang's Llama family reads neither key of DeepSeek's yarn; a drafter that kept them would be rotated differently when served.
 UNREAD_ROPE_KEYS = ("mscale", "mscale_all_dim")
@@ -37,6 +40,7 @@ class DrafterConfig:
     boundaries: tuple[int, ...]
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
+    num_hidden_layers: int = 1
     fc_norm: bool = False
     norm_output: bool = False
 
@@ -44,7 +48,7 @@ class DrafterConfig:
     def from_target(cls, target: PretrainedConfig, draft_vocab_size: int, boundaries: tuple[int, ...]) -> "DrafterConfig":
         """Take sizes, rotary embedding and positions from the target's config, or its text part when it has several.
 
-        `intermediate_size` is the one size that may be replaced by another: no state of the target has it.
+        `intermediate_size` is the one of these sizes that may be replaced by another: no state of the target has it.
         """
         text = target.get_text_config()
         rope = {key: value for key, value in text.rope_parameters.items() if key not in UNREAD_ROPE_KEYS}
@@ -96,41 +100,13 @@ class Rotary:
         return states * cos + torch.cat([-second, first], -1) * sin
 
 
-class DraftCache:
-    """Keys and values [L, G, E] of the tokens decoded so far; grows by doubling, shrinks by forgetting."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.keys = self.values = torch.empty(0)
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `keys` and `values` [T, G, E]; all of them [L + T, G, E] come back as views."""
-        end = self.length + len(keys)
-        if end > len(self.keys):
-            self.keys, self.values = (self._grown(old, new, end) for old, new in ((self.keys, keys), (self.values, values)))
-        self.keys[self.length : end] = keys
-        self.values[self.length : end] = values
-        self.length = end
-        return self.keys[:end], self.values[:end]
-
-    def crop(self, length: int) -> None:
-        """Forget every token from `length` on."""
-        self.length = min(self.length, length)
-
-    def _grown(self, old: Tensor, new: Tensor, end: int) -> Tensor:
-        grown = new.new_empty(max(2 * end, 64), *new.shape[1:])
-        if self.length:
-            grown[: self.length] = old[: self.length]
-        return grown
-
-
 class Attention(nn.Module):
-    """Projections of grouped-query attention whose input is [normed embedding; normed feature], 2H wide."""
+    """Projections of grouped-query attention whose input is `width` W wide."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, width: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        width, heads, groups = 2 * config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = nn.Linear(width, heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, groups * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, groups * config.head_dim, bias=False)
@@ -138,11 +114,11 @@ class Attention(nn.Module):
         self.rotary = Rotary(config)
 
     def queries(self, inputs: Tensor, positions: Tensor) -> Tensor:
-        """Rotated queries [T, A, E] of `inputs` [T, 2H] at `positions` [T]."""
+        """Rotated queries [T, A, E] of `inputs` [T, W] at `positions` [T]."""
         return self.rotary(self.q_proj(inputs).unflatten(-1, (-1, self.head_dim)), positions)
 
     def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, both [T, G, E], of `inputs` [T, 2H] at `positions` [T]."""
+        """Rotated keys and values, both [T, G, E], of `inputs` [T, W] at `positions` [T]."""
         keys = self.k_proj(inputs).unflatten(-1, (-1, self.head_dim))
         return self.rotary(keys, positions), self.v_proj(inputs).unflatten(-1, (-1, self.head_dim))
 
@@ -161,21 +137,43 @@ class GatedMLP(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
 
 
-class MidLayer(nn.Module):
-    """The one decoder layer; the residual stream is the feature as it comes, not normed."""
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer. The `first` one of a drafter sees [normed embedding; normed feature], the others their normed stream alone.
 
-    def __init__(self, config: DrafterConfig) -> None:
+    The residual stream is what comes in, not normed: the feature, or what the layer before gave.
+    """
+
+    def __init__(self, config: DrafterConfig, first: bool) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config)
+        self.first = first
+        self.self_attn = Attention(config, 2 * size if first else size)
         self.mlp = GatedMLP(config)
-        self.input_layernorm = nn.RMSNorm(size, eps)
+        if first:
+            self.input_layernorm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
 
     def inputs(self, embeds: Tensor, hidden: Tensor) -> Tensor:
-        """What the projections see, [T, 2H], of `embeds` and `hidden`, both [T, H]."""
-        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(hidden)], -1)
+        """What the projections see, [T, 2H] or [T, H], of `embeds` and `hidden`, both [T, H]."""
+        normed = self.hidden_norm(hidden)
+        return torch.cat([self.input_layernorm(embeds), normed], -1) if self.first else normed
+
+    def decode(self, embeds: Tensor, hidden: Tensor, positions: Tensor, cache: LayerCache) -> Tensor:
+        """The layer's output [T, H] of `embeds` and `hidden` [T, H]: each token sees the cache, the tokens before it, and itself.
+
+        `positions` [T]. Appends T tokens to `cache`.
+        """
+        inputs = self.inputs(embeds, hidden)
+        queries = self.self_attn.queries(inputs, positions)
+        before = cache.length
+        keys, values = cache.append(*self.self_attn.keys_values(inputs, positions))
+        count = len(embeds)
+        mask = torch.ones(count, before + count, dtype=torch.bool, device=embeds.device).tril(before) if count > 1 else None
+        attended = functional.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], mask, enable_gqa=True
+        )
+        return self.finish(attended[0].transpose(0, 1), hidden)
 
     def finish(self, attended: Tensor, hidden: Tensor) -> Tensor:
         """The layer's output [T, H] from `attended` [T, A, E] and the residual `hidden` [T, H]."""
@@ -184,7 +182,7 @@ class MidLayer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """EAGLE-3 drafter: `fc` fuses three target states, one decoder layer drafts, its output is fed back."""
+    """EAGLE-3 drafter: `fc` fuses three target states, one decoder layer or several draft, the last one's output is fed back."""
 
     d2t: Tensor
     t2d: Tensor
@@ -196,7 +194,9 @@ class Drafter(nn.Module):
         self.fc = nn.Linear(len(config.boundaries) * config.hidden_size, config.hidden_size, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(nn.RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in config.boundaries)
-        self.midlayer = MidLayer(config)
+        self.midlayer = DecoderLayer(config, first=True)
+        # Engines know the first layer by either name, and the others by their number.
+        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, first=False) for number in range(1, config.num_hidden_layers)})
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", d2t)
@@ -206,6 +206,11 @@ class Drafter(nn.Module):
     def target_ids(self) -> Tensor:
         """The target id of every draft id, i64[D]."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def decoder(self) -> list[DecoderLayer]:
+        """All decoder layers in order."""
+        return [self.midlayer, *cast(Iterable[DecoderLayer], self.layers.values())]
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Features [T, H] from the target's states `aux` [T, 3H] or [T, 3, H] at the boundaries."""
@@ -224,17 +229,9 @@ class Drafter(nn.Module):
         `embeds` [T, H] are the embedded *next* tokens, `hidden` [T, H] is `fuse(aux)` of the tokens themselves or, while
         drafting, what is `fed_back` of the step before; `positions` [T]. Appends T tokens to `cache`.
         """
-        attention = self.midlayer.self_attn
-        inputs = self.midlayer.inputs(embeds, hidden)
-        queries = attention.queries(inputs, positions)
-        before = cache.length
-        keys, values = cache.append(*attention.keys_values(inputs, positions))
-        count = len(embeds)
-        mask = torch.ones(count, before + count, dtype=torch.bool, device=embeds.device).tril(before) if count > 1 else None
-        attended = functional.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], mask, enable_gqa=True
-        )
-        return self.midlayer.finish(attended[0].transpose(0, 1), hidden)
+        for number, layer in enumerate(self.decoder):
+            hidden = layer.decode(embeds, hidden, positions, cache.layers[number])
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores [T, D] over the draft vocabulary of draft states `hidden` [T, H]."""

@@ -1,7 +1,6 @@
 """The few tensors that a drafter takes from its target, read from the target's files without loading the model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -53,11 +52,6 @@ class TargetWeights:
         """The output head [V, H]; the embedding when the two are tied."""
         tied = self.config.get_text_config().tie_word_embeddings
         return self[EMBEDDING] if tied else self[HEAD]
-
-    def last_layer(self) -> Callable[[str], Tensor | None]:
-        """Finder of tensors of the last decoder layer by their names within a layer."""
-        number = self.config.get_text_config().num_hidden_layers - 1
-        return lambda name: self.find(f"layers.{number}.{name}")
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ def memory_section(target: Path, settings: Mapping[str, Any], share: float) -> l
     config = json.loads(target.with_name("config.json").read_text())
     lines = []
     for name, drafter in sorted(settings["drafters"].items()):
-        sizes = Sizes.of(config, settings["vocab"]["size"], drafter.get("intermediate_size"))
+        sizes = Sizes.of(config, settings["vocab"]["size"], drafter.get("intermediate_size"), drafter.get("layers", 1))
         load = expected_load(drafter, share, settings["runtime"])
         memory = estimate(sizes, load)
         parts = (memory.masters + memory.optimizer, memory.copies, memory.target, memory.states, memory.activations + memory.logits)

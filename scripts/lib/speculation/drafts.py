@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from scripts.lib.eagle3.model import DraftCache, Drafter
+from scripts.lib.eagle3.cache import DraftCache
+from scripts.lib.eagle3.model import Drafter
 
 
 class DraftChain:

@@ -5,7 +5,7 @@ Shapes: T tokens of a row, S its trained slots; N positions and Q slots of a bat
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,6 +65,11 @@ def collate(rows: Sequence[TrainingRow], dtype: torch.dtype, device: str) -> Bat
         final=joined([decoded(row.final) for row in rows], dtype),
         argmax=joined([row.argmax for row in rows], torch.int64),
     )
+
+
+def everywhere(batch: Batch) -> Batch:
+    """`batch` with a slot at each of its N positions, for what attention asks of slots."""
+    return replace(batch, slots=torch.arange(len(batch.positions), device=batch.positions.device), slot_starts=batch.row_starts)
 
 
 def offsets(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -93,7 +93,13 @@ def new_drafter(inputs: Inputs, settings: TrainSettings, device: str, feed: Feed
     vocabulary = inputs.vocabulary
     like = DrafterConfig.from_target(inputs.target.config, len(vocabulary.d2t), inputs.boundaries)
     width = settings.intermediate_size or like.intermediate_size
-    config = replace(like, intermediate_size=width, fc_norm=settings.fc_norm, norm_output=settings.norm_output)
+    config = replace(
+        like,
+        intermediate_size=width,
+        num_hidden_layers=settings.layers,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+    )
     drafter = Drafter(config, vocabulary.d2t, vocabulary.t2d).float()
     initialise(drafter, settings.seed)
     if settings.start_from:

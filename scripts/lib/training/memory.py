@@ -27,24 +27,26 @@ class Sizes:
     head_dim: int
     vocabulary: int
     draft_vocabulary: int
+    layers: int = 1
 
     @classmethod
-    def of(cls, target: Mapping[str, Any], draft_vocabulary: int, intermediate: int | None = None) -> "Sizes":
-        """Those of a drafter for the target whose `config.json` says `target`; its own `intermediate` size if it has one."""
+    def of(cls, target: Mapping[str, Any], draft_vocabulary: int, intermediate: int | None = None, layers: int = 1) -> "Sizes":
+        """Those of a drafter of `layers` for the target whose `config.json` says `target`; its own `intermediate` size if it has one."""
         text = target.get("text_config", target)
         heads = text["num_attention_heads"]
         head_dim = text.get("v_head_dim") or text.get("head_dim") or text["hidden_size"] // heads
         groups = text.get("num_key_value_heads", heads)
         whole = text["vocab_size"]
         inner = intermediate or text["intermediate_size"]
-        return cls(text["hidden_size"], inner, heads, groups, head_dim, whole, min(draft_vocabulary, whole))
+        return cls(text["hidden_size"], inner, heads, groups, head_dim, whole, min(draft_vocabulary, whole), layers)
 
     @property
     def weights(self) -> int:
         """Weights of the drafter, but for its few norms."""
-        heads = 3 * self.heads + 4 * self.groups  # queries, keys and values see 2H, the output writes H
-        layer = heads * self.head_dim + 3 * self.intermediate
-        return self.hidden * (3 * self.hidden + layer + self.draft_vocabulary)
+        # Queries, keys and values of the first layer see 2H, those of others H; the output writes H.
+        heads = 3 * self.heads + 4 * self.groups + (self.layers - 1) * (2 * self.heads + 2 * self.groups)
+        layers = heads * self.head_dim + self.layers * 3 * self.intermediate
+        return self.hidden * (3 * self.hidden + layers + self.draft_vocabulary)
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,19 @@ class Memory:
 def estimate(sizes: Sizes, load: Load) -> Memory:
     """Memory of training a drafter of `sizes` on batches of `load`.
 
-    A slot keeps at each step three times the feed-forward width, five states, four sets of query heads, keys and values; computed
-    again, its state before and after, its key and value, and all of it for one step only.
+    A slot keeps at each step, in each layer, three times the feed-forward width, five states, four sets of query heads, keys and
+    values; computed again, its state before and after, its keys and values, and all of it for one step only. Of the first step a slot
+    has the last layer alone, and positions have the others.
     """
-    weights, item = sizes.weights, load.itemsize
+    weights, item, layers = sizes.weights, load.itemsize, sizes.layers
     keys = 2 * sizes.groups * sizes.head_dim
-    step = 3 * sizes.intermediate + 5 * sizes.hidden + 4 * sizes.heads * sizes.head_dim + keys
-    kept = load.steps * (2 * sizes.hidden + keys) + step if load.recompute else load.steps * step
+    layer = 3 * sizes.intermediate + 5 * sizes.hidden + 4 * sizes.heads * sizes.head_dim + keys
+    everywhere = load.positions * (layers - 1)
+    if load.recompute:
+        kept = load.slots * load.steps * (2 * sizes.hidden + layers * keys) + everywhere * (sizes.hidden + keys)
+        kept += layer * max(load.slots * layers, load.positions * (layers > 1))
+    else:
+        kept = layer * (load.slots * (1 + (load.steps - 1) * layers) + everywhere)
     own = 2 * item if item < FINE else 0
     copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
     return Memory(
@@ -107,7 +115,7 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
         copies=copies * weights,
         target=(sizes.vocabulary + sizes.draft_vocabulary) * sizes.hidden * item,
         states=10 * load.positions * sizes.hidden * item,
-        activations=load.slots * kept * item,
+        activations=kept * item,
         logits=CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item,
     )
 

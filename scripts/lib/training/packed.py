@@ -132,6 +132,12 @@ def without_states(rows: Sequence[TrainingRow], capacity: Capacity, aux: Tensor,
     )
 
 
+def everywhere(batch: PackedBatch) -> PackedBatch:
+    """`batch` with a slot at each of its N positions, for what attention asks of slots; filler sees itself."""
+    index = torch.arange(len(batch.positions), device=batch.positions.device)
+    return replace(batch, slots=index, starts=index - batch.positions)
+
+
 def filled(parts: Sequence[Tensor], shape: tuple[int, ...], kind: torch.dtype, pinned: bool = False) -> Tensor:
     """`parts` end to end in memory of `shape`; zeros behind them."""
     whole = torch.empty(shape, dtype=kind, pin_memory=pinned)

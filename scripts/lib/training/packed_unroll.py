@@ -1,12 +1,15 @@
 """Training-time test on packed batches: every step has the same shapes, and what steps share is computed once.
 
-The projections see [embedding; state]. The embedding's half of slot t at step s is that of slot t + s at step 0, so it
-is computed once for the batch and shifted. Slots whose span ends before a step compute on, and count nothing.
+The first layer's projections see [embedding; state]. The embedding's half of slot t at step s is that of slot t + s at step 0,
+so it is computed once for the batch and shifted. Slots whose span ends before a step compute on, and count nothing.
+Of step 0, every layer needs keys and values at all positions, so all layers but the last run there; what they give is also their
+slots' part of step 0, in which the last layer alone is left to run.
 Shapes: N positions and Q slots of a batch, H hidden size, A attention heads, G key/value heads, E head size.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +18,14 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from scripts.lib.eagle3.model import Drafter
-from scripts.lib.training.packed import PackedBatch
+from scripts.lib.eagle3.model import DecoderLayer, Drafter
+from scripts.lib.training.packed import PackedBatch, everywhere
 from scripts.lib.training.row_attention import FirstKeys, block_first_keys, dense_first_keys, join
 
 Norm = tuple[Tensor, float]  # weight and epsilon
 Turn = tuple[Tensor, Tensor]  # cosine and sine f32[T, E]
+KeysValues = tuple[Tensor, Tensor]  # of step 0 [N, G, E], or of a later step [Q, G, E]
+Stream = tuple[Tensor, Tensor | None, Turn]  # states [T, H], the embedding's half of their heads in the first layer, their rotation
 
 
 @dataclass(frozen=True)
@@ -69,15 +74,17 @@ def normed(states: Tensor, norm: Norm) -> Tensor:
     return functional.rms_norm(states, states.shape[-1:], weight, eps)
 
 
-def project(states: Tensor, norm: Norm, embedded: Tensor, heads: tuple[Tensor, int], turn: Turn) -> tuple[Tensor, Tensor]:
+def project(states: Tensor, norm: Norm, embedded: Tensor | None, heads: tuple[Tensor, int], turn: Turn) -> tuple[Tensor, Tensor]:
     """Heads of `states` [T, H]: the first ones rotated [T, turned, E], and the others [T, rest, E].
 
-    `heads` are the states' half of the projections [heads * E, H] and how many heads turn; `embedded` [T, heads * E] is
-    what the embedding's half gave.
+    `heads` are the projections [heads * E, H] on states and how many heads turn; `embedded` [T, heads * E] is what the
+    embedding's half gave, in the first layer.
     """
     weight, turned = heads
     cos, sin = turn
-    made = torch.addmm(embedded, normed(states, norm), weight.t()).unflatten(-1, (-1, cos.shape[-1]))
+    states = normed(states, norm)
+    made = states @ weight.t() if embedded is None else torch.addmm(embedded, states, weight.t())
+    made = made.unflatten(-1, (-1, cos.shape[-1]))
     wide = made[:, :turned].float()
     first, second = wide.chunk(2, -1)
     rotated = wide * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
@@ -96,22 +103,46 @@ def finish(attended: Tensor, hidden: Tensor, norm: Norm, weights: tuple[Tensor, 
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The drafter's weights as a step wants them: projections joined, split into their embedding's and their state's half."""
+class LayerWeights:
+    """A layer's weights as a step wants them, projections joined."""
 
-    drafter: Drafter
-    from_embeds: Tensor  # [(A + 2G) E, H]
-    from_states: Tensor  # [(A + 2G) E, H]
-    gate_up: Tensor  # [2I, H]
+    on_embeds: Tensor  # [(A + 2G) E, H], or no columns behind the first layer
+    on_states: Tensor  # [(A + 2G) E, H]
+    finish: tuple[Tensor, Tensor, Tensor]  # attention's output [H, A E], gate and up [2I, H], down [H, I]
+    norms: tuple[Norm, Norm]  # before attention and before the MLP
+    heads: tuple[int, int]  # A and G
+    width: int  # A E
 
     @classmethod
-    def of(cls, drafter: Drafter) -> "Weights":
-        """Join the weights of `drafter`; gradients flow back to them."""
-        attention, mlp = drafter.midlayer.self_attn, drafter.midlayer.mlp
+    def of(cls, layer: DecoderLayer, drafter: Drafter) -> "LayerWeights":
+        """Join the weights of `layer` of `drafter`; gradients flow back to them."""
+        config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
         joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-        size = drafter.config.hidden_size
+        embeds = config.hidden_size if layer.first else 0  # columns that see embeddings
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        return cls(drafter, joined[:, :size].contiguous(), joined[:, size:].contiguous(), gate_up)
+        return cls(
+            on_embeds=joined[:, :embeds].contiguous(),
+            on_states=joined[:, embeds:].contiguous(),
+            finish=(attention.o_proj.weight, gate_up, mlp.down_proj.weight),
+            norms=((layer.hidden_norm.weight, config.rms_norm_eps), (layer.post_attention_layernorm.weight, config.rms_norm_eps)),
+            heads=(config.num_attention_heads, config.num_key_value_heads),
+            width=config.num_attention_heads * config.head_dim,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What slots attend to in one layer: keys and values of step 0, and those of each own step since."""
+
+    attend: FirstKeys
+    first: KeysValues
+    own: tuple[KeysValues, ...] = ()
+
+    def attended(self, kernels: Kernels, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[Q, A, E] of `queries` [Q, A, E] over all of it and the `keys` and `values` [Q, G, E] of the step itself."""
+        output, lse = self.attend(queries, *self.first)
+        own_keys, own_values = zip(*self.own, (keys, values), strict=True)
+        return kernels.join(queries, output, lse, list(own_keys), list(own_values))
 
 
 def unroll_packed(drafter: Drafter, embedding: Tensor, batch: PackedBatch, steps: int, kernels: Kernels) -> list[Tensor]:
@@ -119,70 +150,94 @@ def unroll_packed(drafter: Drafter, embedding: Tensor, batch: PackedBatch, steps
 
     `embedding` [V, H] is the target's. Rows of slots that are not trained at a step hold finite numbers of no meaning.
     """
-    config, layer, weights = drafter.config, drafter.midlayer, Weights.of(drafter)
-    width, slots = config.num_attention_heads * config.head_dim, batch.slots
+    layers, count = [LayerWeights.of(layer, drafter) for layer in drafter.decoder], len(batch.slots)
     fused = drafter.fuse(batch.aux)
-    embedded, embedded_keys = from_embeddings(drafter, weights, embedding, batch, kernels)
+    embedded, shared = from_embeddings(drafter, layers, embedding, batch, kernels)
     embedded = functional.pad(embedded, (0, 0, 0, steps - 1))
-    projection = (weights.from_states[width:], config.num_key_value_heads)
-    norm, turn = (layer.hidden_norm.weight, config.rms_norm_eps), rotations(drafter, batch.positions)
-    first = (kernels.first_keys(batch), *kernels.project(fused, norm, embedded_keys, projection, turn))
+    states, first = over_positions(layers, kernels, batch, (fused, shared, rotations(drafter, batch.positions)))
+    attend = kernels.first_keys(batch)
+    memories = [Memory(attend, keys_values) for keys_values in first]
     # index_select, as the gradient of plain indexing sorts on CUDA.
-    states = fused.index_select(0, slots)
-    own_keys: list[Tensor] = []
-    own_values: list[Tensor] = []
-    outputs: list[Tensor] = []
+    states = states.index_select(0, batch.slots)
+    norm, outputs = (drafter.norm.weight, drafter.config.rms_norm_eps), []
     for step in range(steps):
-        shifted, turn = embedded[step : step + len(slots)], rotations(drafter, batch.positions[slots] + step)
-        own = (own_keys[:], own_values[:]) if step else None
-        states, output, added = kernels.run(draft_step, weights, kernels, first, (states, shifted, turn), own)
-        if added:
-            own_keys.append(added[0])
-            own_values.append(added[1])
+        turn = rotations(drafter, batch.positions[batch.slots] + step)
+        if step == 0:
+            opening = embedded[:count] if len(layers) == 1 else None
+            states, output = kernels.run(first_step, layers[-1], kernels, memories[-1], (states, opening, turn), norm)
+        else:
+            stream = (states, embedded[step : step + count], turn)
+            states, output, added = kernels.run(later_step, layers, kernels, memories, stream, norm)
+            memories = [replace(memory, own=(*memory.own, new)) for memory, new in zip(memories, added, strict=True)]
         outputs.append(output)
-        states = output if config.norm_output else states
+        states = output if drafter.config.norm_output else states
     return outputs
 
 
-def draft_step(
-    weights: Weights,
-    kernels: Kernels,
-    first: tuple[FirstKeys, Tensor, Tensor],
-    slots: tuple[Tensor, Tensor, Turn],
-    own: tuple[list[Tensor], list[Tensor]] | None,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Draft states [Q, H] of one step before and behind the last norm, and the keys and values [Q, G, E] that it adds.
+def over_positions(layers: Sequence[LayerWeights], kernels: Kernels, batch: PackedBatch, stream: Stream) -> tuple[Tensor, list[KeysValues]]:
+    """States [N, H] of step 0 that enter the last layer at all positions, and the keys and values [N, G, E] of every layer there.
 
-    `first` attends to the keys and values of step 0; `slots` are states [Q, H], the embedding's half of their heads and their
-    rotation; `own` are keys and values of the slots' own steps so far. Step 0 has none (None) and adds none: its keys are the positions'.
+    `stream` are the features. The embedding's half of their heads is of all heads, but of keys and values alone for a single layer.
     """
-    drafter, config, layer = weights.drafter, weights.drafter.config, weights.drafter.midlayer
-    (attend, keys, values), (states, embedded, turn) = first, slots
-    norms = [(norm.weight, config.rms_norm_eps) for norm in (layer.hidden_norm, layer.post_attention_layernorm, drafter.norm)]
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    if own is None:
-        width = heads * config.head_dim
-        queries, _ = kernels.project(states, norms[0], embedded[:, :width], (weights.from_states[:width], heads), turn)
-        attended, _ = attend(queries, keys, values)
-        added = None
-    else:
-        turned, own_value = kernels.project(states, norms[0], embedded, (weights.from_states, heads + groups), turn)
-        queries, own_key = turned.split([heads, groups], 1)
-        added = (own_key, own_value)
-        attended, lse = attend(queries, keys, values)
-        attended = kernels.join(queries, attended, lse, [*own[0], own_key], [*own[1], own_value])
-    states = kernels.finish(attended, states, norms[1], (layer.self_attn.o_proj.weight, weights.gate_up, layer.mlp.down_proj.weight))
-    return states, kernels.norm(states, norms[2]), added
+    *before, last = layers
+    if before:
+        attend = kernels.first_keys(everywhere(batch))
+    found = []
+    for layer in before:
+        states, keys_values = kernels.run(run_layer, layer, kernels, stream, lambda *heads: attend(*heads)[0])
+        stream = (states, None, stream[2])
+        found.append(keys_values)
+    states, embedded, turn = stream
+    projection = (last.on_states[last.width :], last.heads[1])
+    return states, [*found, kernels.project(states, last.norms[0], embedded, projection, turn)]
 
 
-def from_embeddings(drafter: Drafter, weights: Weights, embedding: Tensor, batch: PackedBatch, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """The embedding's half of all heads at the slots [Q, (A + 2G) E], and of keys and values at all positions [N, 2G E]."""
-    config = drafter.config
-    width = config.num_attention_heads * config.head_dim
+def first_step(layer: LayerWeights, kernels: Kernels, memory: Memory, stream: Stream, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Draft states [Q, H] of step 0 before and behind the last norm: `layer`, the last one, at the slots, whose keys are the positions'."""
+    states, embedded, turn = stream
+    asking = None if embedded is None else embedded[:, : layer.width]
+    queries, _ = kernels.project(states, layer.norms[0], asking, (layer.on_states[: layer.width], layer.heads[0]), turn)
+    attended, _ = memory.attend(queries, *memory.first)
+    states = kernels.finish(attended, states, layer.norms[1], layer.finish)
+    return states, kernels.norm(states, norm)
+
+
+def later_step(
+    layers: Sequence[LayerWeights], kernels: Kernels, memories: Sequence[Memory], stream: Stream, norm: Norm
+) -> tuple[Tensor, Tensor, list[KeysValues]]:
+    """Draft states [Q, H] of one step before and behind the last norm, and the keys and values [Q, G, E] that it adds in each layer."""
+    added = []
+    for layer, memory in zip(layers, memories, strict=True):
+        states, keys_values = run_layer(layer, kernels, stream, partial(memory.attended, kernels))
+        stream = (states, None, stream[2])
+        added.append(keys_values)
+    return stream[0], kernels.norm(stream[0], norm), added
+
+
+def run_layer(layer: LayerWeights, kernels: Kernels, stream: Stream, attend: Callable[..., Tensor]) -> tuple[Tensor, KeysValues]:
+    """What `layer` makes of `stream`, [T, H], and its keys and values [T, G, E]; `attend` gives [T, A, E] of queries, keys and values."""
+    states, embedded, turn = stream
+    turned, values = kernels.project(states, layer.norms[0], embedded, (layer.on_states, sum(layer.heads)), turn)
+    queries, keys = turned.split(layer.heads, 1)
+    attended = attend(queries, keys, values)
+    return kernels.finish(attended, states, layer.norms[1], layer.finish), (keys, values)
+
+
+def from_embeddings(
+    drafter: Drafter, layers: Sequence[LayerWeights], embedding: Tensor, batch: PackedBatch, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """The embedding's half of the first layer's heads at the slots [Q, (A + 2G) E], and at all positions.
+
+    There it is [N, (A + 2G) E], or [N, 2G E] of keys and values for a single layer, which asks at slots only.
+    """
+    weight, width = drafter.midlayer.input_layernorm.weight, layers[0].width
     embeds = functional.embedding(batch.next_tokens, embedding).to(batch.aux.dtype)
-    embeds = kernels.norm(embeds, (drafter.midlayer.input_layernorm.weight, config.rms_norm_eps))
-    keys = embeds @ weights.from_embeds[width:].t()
-    queries = embeds.index_select(0, batch.slots) @ weights.from_embeds[:width].t()
+    embeds = kernels.norm(embeds, (weight, drafter.config.rms_norm_eps))
+    if len(layers) > 1:
+        heads = embeds @ layers[0].on_embeds.t()
+        return heads.index_select(0, batch.slots), heads
+    keys = embeds @ layers[0].on_embeds[width:].t()
+    queries = embeds.index_select(0, batch.slots) @ layers[0].on_embeds[:width].t()
     return torch.cat([queries, keys.index_select(0, batch.slots)], 1), keys
 
 

@@ -14,8 +14,8 @@ from scripts.lib.training.stepping import Recipe
 class TrainSettings:
     """How to train. `batch_tokens` counts trained tokens of one optimizer step, in whole rows: it sets the noise of a step.
 
-    `micro_tokens` counts those that are computed at a time: it sets the memory. `intermediate_size` is that of the drafter's MLP, None the
-    target's. `fraction` is the share of the training conversations.
+    `micro_tokens` counts those that are computed at a time: it sets the memory. `layers` counts the drafter's decoder layers,
+    `intermediate_size` is that of their MLPs, None the target's. `fraction` is the share of the training conversations.
     """
 
     name: str
@@ -32,6 +32,7 @@ class TrainSettings:
     eval_every: int
     checkpoint_every: int
     micro_tokens: int = 8192
+    layers: int = 1
     intermediate_size: int | None = None
     loss: str = "soft"
     kl_scale: float = 1.0

@@ -1,6 +1,6 @@
 """Masters, gradients and optimizer spread over the ranks (FSDP2): each rank keeps its part of every weight.
 
-The drafter is one layer that every draft step runs through, so its weights are there whole from the first batch of a step to the last,
+Every draft step runs through all of the drafter's few layers, so its weights are there whole from the first batch of a step to the last,
 in the dtype of matrix products, and only then.
 """
 

@@ -164,7 +164,8 @@ def check_memory(drafter: Drafter, settings: TrainSettings, recipe: Recipe, capa
     """Log what training will take; StageError when the GPU has less. `longest`: the most slots of a row."""
     config = drafter.config
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    sizes = Sizes(config.hidden_size, config.intermediate_size, *heads, config.vocab_size, config.draft_vocab_size)
+    vocabularies = (config.vocab_size, config.draft_vocab_size)
+    sizes = Sizes(config.hidden_size, config.intermediate_size, *heads, *vocabularies, config.num_hidden_layers)
     shards = ranks.count() if recipe.shard else 1
     load = Load(capacity.slots, capacity.positions, settings.ttt_steps, recipe.dtype.itemsize, recipe.recompute, shards)
     log.info("memory, estimated: %s", estimate(sizes, load))

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,18 @@ def folder(tmp_path: Path) -> Path:
     initialise(drafter, 1)
     save_drafter(drafter, tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def deep(folder: Path) -> Path:
+    """The folder of a drafter of two layers."""
+    one = load_drafter(folder, torch.float32, "cpu")
+    drafter = Drafter(replace(one.config, num_hidden_layers=2), one.d2t, one.t2d)
+    initialise(drafter, 2)
+    with torch.no_grad():
+        drafter.layers["1"].hidden_norm.weight.uniform_(0.5, 1.5)
+    save_drafter(drafter, folder)
+    return folder
 
 
 def edit(folder: Path, change) -> None:
@@ -130,6 +143,55 @@ def test_round_trip_keeps_weights_and_keeps_rope_exact_in_bfloat16(folder):
     low = load_drafter(folder, torch.bfloat16, "cpu")
     assert low.fc.weight.dtype == torch.bfloat16
     assert low.midlayer.self_attn.rotary.frequencies.dtype == torch.float32
+
+
+def test_a_further_layer_has_its_number_and_a_norm_under_the_names_of_both_engines(deep):
+    """SGLang norms what it attends to by `hidden_norm`, vLLM by `input_layernorm`; its projections see no embedding."""
+    tensors = load_file(deep / "model.safetensors")
+    assert {name.removeprefix("layers.1."): tuple(tensor.shape) for name, tensor in tensors.items() if name.startswith("layers.")} == {
+        **{f"{norm}.weight": (64,) for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        "mlp.down_proj.weight": (64, 128),
+        "mlp.gate_proj.weight": (128, 64),
+        "mlp.up_proj.weight": (128, 64),
+        "self_attn.k_proj.weight": (32, 64),
+        "self_attn.o_proj.weight": (64, 64),
+        "self_attn.q_proj.weight": (64, 64),
+        "self_attn.v_proj.weight": (32, 64),
+    }
+    assert torch.equal(tensors["layers.1.hidden_norm.weight"], tensors["layers.1.input_layernorm.weight"])
+    assert json.loads((deep / "config.json").read_text())["num_hidden_layers"] == 2
+    loaded = load_drafter(deep, torch.float32, "cpu")
+    assert all(torch.equal(tensor, tensors[name].to(tensor.dtype)) for name, tensor in loaded.state_dict().items())
+    check_target(deep, tiny_config())
+
+
+def test_a_low_drafter_of_two_layers_is_saved_with_both_names_of_its_norm(deep, tmp_path):
+    """Its weights are written as they lie, and a file holds no tensor twice."""
+    before = load_file(deep / "model.safetensors")
+    save_drafter(load_drafter(deep, torch.bfloat16, "cpu"), tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(tmp_path / "model.safetensors").items())
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "message"),
+    [
+        (
+            lambda t: t.update({"layers.1.input_layernorm.weight": torch.zeros(64).bfloat16()}),
+            2,
+            "input_layernorm.weight is not layers.1.hidden_norm",
+        ),
+        (lambda t: without(t, "layers.1.input_layernorm.weight"), 2, r"missing tensors \['layers.1.input_layernorm.weight'\]"),
+        (dict, 1, r"unexpected tensors \['layers.1.hidden_norm.weight'"),
+        (dict, 3, r"missing tensors \['layers.2.hidden_norm.weight'"),
+        (dict, 0, "num_hidden_layers is 0"),
+        (dict, "2", "not the config of an"),
+    ],
+)
+def test_layers_that_an_engine_would_misread_in_silence_are_refused(deep, change, layers, message):
+    edit(deep, change)
+    edit_config(deep, num_hidden_layers=layers)
+    with pytest.raises(StageError, match=message):
+        load_drafter(deep, torch.float32, "cpu")
 
 
 def renamed(tensors):

@@ -1,6 +1,7 @@
 """`python -m scripts.export --check` on drafters of other trainers: what SGLang would pass over in silence is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from scripts.lib.eagle3.export import save_drafter
+from scripts.lib.eagle3.export import load_drafter, save_drafter
 from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.judging import Fault, boundaries_of, judge
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
@@ -92,6 +93,46 @@ def test_targets_read_layer_ids_in_three_ways(model_type, ids, boundaries):
 
 def without(name):
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+@pytest.fixture
+def deep(folder: Path) -> Path:
+    """The folder of a drafter of two layers."""
+    one = load_drafter(folder, torch.float32, "cpu")
+    drafter = Drafter(replace(one.config, num_hidden_layers=2), one.d2t, one.t2d)
+    initialise(drafter, 2)
+    save_drafter(drafter, folder)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.", "model.layers.0."])
+def test_a_drafter_of_two_layers_is_sound_also_without_the_norm_that_sglang_does_not_use(deep, prefix):
+    assert judge(deep, tiny_config()).faults == judge(deep, tiny_config()).notes == ()
+    edit(
+        deep,
+        lambda t: {name.replace("midlayer.", prefix): tensor for name, tensor in t.items() if name != "layers.1.input_layernorm.weight"},
+    )
+    assert judge(deep, tiny_config()).faults == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "layers", "message"),
+    [
+        (without("layers.1.hidden_norm.weight"), 2, "layers.1.hidden_norm.weight is missing: it would stay random"),
+        (dict, 1, "layers.1 is there, but num_hidden_layers is 1: it would be skipped"),
+        (dict, 3, "layers.2.self_attn.q_proj.weight is missing"),
+        (dict, None, "num_hidden_layers is None, must be 1 or more"),
+        (
+            lambda t: t.update({"layers.1.self_attn.k_proj.weight": torch.zeros(32, 128)}),
+            2,
+            "layers.1.self_attn.k_proj.weight is [32, 128], must be [32, 64]",
+        ),
+    ],
+)
+def test_layers_that_an_engine_would_misread_are_named(deep, change, layers, message):
+    edit(deep, change)
+    edit_config(deep, num_hidden_layers=layers)
+    assert [fault for fault in judge(deep, tiny_config()).faults if fault.text.startswith(message)]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The exported folder replayed with transformers' own modules: what its config and weights say, and nothing of ours."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from tests.tiny import tiny_config
 
 IDS = torch.arange(1, 200, 2)
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -26,11 +28,12 @@ LLAMA3 = {
 }
 
 
-def exported(folder: Path, rope: dict) -> Path:
-    """A drafter with random weights for a tiny target of this rotary embedding."""
+def exported(folder: Path, rope: dict, layers: int) -> Path:
+    """A drafter of so many layers with random weights for a tiny target of this rotary embedding."""
     target = LlamaConfig(**{**tiny_config().to_dict(), "rope_parameters": rope})
     t2d = torch.zeros(272, dtype=torch.bool).index_fill(0, IDS, True)
-    drafter = Drafter(DrafterConfig.from_target(target, len(IDS), (2, 4, 5)), IDS - torch.arange(len(IDS)), t2d)
+    config = replace(DrafterConfig.from_target(target, len(IDS), (2, 4, 5)), num_hidden_layers=layers)
+    drafter = Drafter(config, IDS - torch.arange(len(IDS)), t2d)
     initialise(drafter, 1)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -59,26 +62,29 @@ def replay(folder: Path, embeds: Tensor, aux: Tensor) -> tuple[Tensor, Tensor]:
     def filled(module: torch.nn.Module, prefix: str) -> torch.nn.Module:
         for name in "qkv":
             if hasattr(module, f"{name}_proj"):
-                setattr(module, f"{name}_proj", torch.nn.Linear(2 * size, getattr(module, f"{name}_proj").out_features, bias=False))
+                width, heads = weights[f"{prefix}{name}_proj.weight"].shape[::-1]
+                setattr(module, f"{name}_proj", torch.nn.Linear(width, heads, bias=False))
         module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)})
         return module
 
-    hidden = aux @ weights["fc.weight"].T
-    inputs = torch.cat([norm(embeds, "midlayer.input_layernorm"), norm(hidden, "midlayer.hidden_norm")], -1)[None]
-    length = len(embeds)
+    hidden, length = aux @ weights["fc.weight"].T, len(embeds)
     mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-    turn = LlamaRotaryEmbedding(config)(inputs, torch.arange(length)[None])
-    attention = filled(LlamaAttention(config, layer_idx=0), "midlayer.self_attn.")
-    hidden = hidden + attention(inputs, position_embeddings=turn, attention_mask=mask)[0][0]
-    hidden = hidden + filled(LlamaMLP(config), "midlayer.mlp.")(norm(hidden, "midlayer.post_attention_layernorm"))
+    turn = LlamaRotaryEmbedding(config)(hidden, torch.arange(length)[None])
+    for number in range(config.num_hidden_layers):
+        layer = f"layers.{number}" if number else "midlayer"
+        inputs = norm(hidden, f"{layer}.hidden_norm")
+        inputs = inputs if number else torch.cat([norm(embeds, f"{layer}.input_layernorm"), inputs], -1)
+        attention = filled(LlamaAttention(config, layer_idx=number), f"{layer}.self_attn.")
+        hidden = hidden + attention(inputs[None], position_embeddings=turn, attention_mask=mask)[0][0]
+        hidden = hidden + filled(LlamaMLP(config), f"{layer}.mlp.")(norm(hidden, f"{layer}.post_attention_layernorm"))
     scores = norm(hidden, "norm") @ weights["lm_head.weight"].T
     chosen = scores.argmax(-1)
     return chosen + weights["d2t"][chosen], scores
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 10000.0}, LLAMA3], ids=["plain", "llama3"])
-def test_transformers_modules_draft_what_our_drafter_drafts(tmp_path, rope):
-    folder = exported(tmp_path, rope)
+@pytest.mark.parametrize(("rope", "layers"), [(PLAIN, 1), (LLAMA3, 1), (PLAIN, 3)], ids=["plain", "llama3", "three layers"])
+def test_transformers_modules_draft_what_our_drafter_drafts(tmp_path, rope, layers):
+    folder = exported(tmp_path, rope, layers)
     drafter = load_drafter(folder, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(2)
     embeds, aux = torch.randn(90, 64, generator=generator), torch.randn(90, 192, generator=generator)

@@ -12,13 +12,13 @@ RETRAIN = "serve the target that it was trained for, or train a drafter for this
 
 REPAIRS: Mapping[str, str] = {
     # the drafter's folder
-    "other_architecture": "give the folder of a one-layer LlamaForCausalLMEagle3 drafter, or the algorithm that this one is for",
+    "other_architecture": "give the folder of a LlamaForCausalLMEagle3 drafter, or the algorithm that this one is for",
     "config_incomplete": EXPORT,
     "weights_missing": EXPORT,
     "weights_renamed": "name the tensors as LlamaForCausalLMEagle3 does (midlayer.*, fc, norm, lm_head)",
     "weights_shape": EXPORT,
     "weights_not_finite": "train the drafter again from a sound checkpoint",
-    "weights_unread": "set the switch in config.json if it was trained with it, else drop the tensor",
+    "weights_unread": "set the switch, or the number of layers, in config.json if it was trained with it, else drop the tensor",
     "fc_width": "train with as many layers as config.json names, on this target's hidden size",
     "head_tied": "set tie_word_embeddings to false in the drafter's config.json",
     "head_replaced": "write draft_vocab_size into the drafter's config.json",

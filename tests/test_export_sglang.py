@@ -32,12 +32,24 @@ def loaded(target: Path, drafter: Path, output: Path) -> dict[str, torch.Tensor]
     return load_file(output)
 
 
-def test_sglangs_loader_fills_every_parameter_with_our_weights(tmp_path):
-    """Also those of EAGLE-3.1. The embedding alone is left: it is the target's, which takes its place."""
+def joined(ours: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    """The weights of one of `ours` layers as SGLang names and joins them."""
+    prefix = f"layers.{number}." if number else "midlayer."
+    layer = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
+    projections = [layer.pop(f"self_attn.{name}_proj.weight") for name in "qkv"]
+    layer |= {"self_attn.qkv_proj.weight": torch.cat(projections)}
+    layer |= {"mlp.gate_up_proj.weight": torch.cat([layer.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")])}
+    return {f"layers.{number}.{name}": tensor for name, tensor in layer.items()}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_sglangs_loader_fills_every_parameter_with_our_weights(tmp_path, layers):
+    """Also those of EAGLE-3.1 and of further layers. The embedding alone is left: it is the target's, which takes its place."""
     target = save_tiny_target(tmp_path / "target")
     config = LlamaForCausalLM.from_pretrained(target).config
+    like = DrafterConfig.from_target(config, len(IDS), (2, 4, 5))
     drafter = Drafter(
-        replace(DrafterConfig.from_target(config, len(IDS), (2, 4, 5)), fc_norm=True, norm_output=True),
+        replace(like, num_hidden_layers=layers, fc_norm=True, norm_output=True),
         IDS - torch.arange(len(IDS)),
         torch.zeros(272, dtype=torch.bool).index_fill(0, IDS, True),
     )
@@ -48,11 +60,7 @@ def test_sglangs_loader_fills_every_parameter_with_our_weights(tmp_path):
         load_file(tmp_path / "drafter" / "model.safetensors"),
         loaded(target, tmp_path / "drafter", tmp_path / "found.safetensors"),
     )
-    layer = {name.removeprefix("midlayer."): tensor for name, tensor in ours.items() if name.startswith("midlayer.")}
-    projections = [layer.pop(f"self_attn.{name}_proj.weight") for name in "qkv"]
-    layer |= {"self_attn.qkv_proj.weight": torch.cat(projections)}
-    layer |= {"mlp.gate_up_proj.weight": torch.cat([layer.pop(f"mlp.{name}_proj.weight") for name in ("gate", "up")])}
-    wanted = {f"model.layers.0.{name}": tensor for name, tensor in layer.items()}
+    wanted = {f"model.{name}": tensor for number in range(layers) for name, tensor in joined(ours, number).items()}
     wanted |= {f"model.{name}.weight": ours[f"{name}.weight"] for name in TOP} | {"hot_token_id": IDS}
     assert found.pop("model.embed_tokens.weight").isnan().all()
     assert torch.equal(found.pop("lm_head.weight")[: len(IDS)], ours["lm_head.weight"])  # filled up behind the draft vocabulary

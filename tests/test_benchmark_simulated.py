@@ -1,6 +1,7 @@
 """The walk over answers against chain decoding itself: both must accept the same drafts."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,25 +23,26 @@ from tests.tiny import save_tiny_target
 PROMPTS = [[1, *random.Random(number).choices(range(3, 250), k=3 + number % 9)] for number in range(10)]
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    """A tiny target, a drafter that guesses some of its tokens, and the target's answers, of several lengths and ends."""
+@pytest.fixture(scope="module", params=[1, 2])
+def case(request, tmp_path_factory):
+    """A tiny target, a drafter of one or two layers that guesses some of its tokens, and answers of several lengths and ends."""
     folder = tmp_path_factory.mktemp("simulated")
     target, drafter = save_tiny_target(folder / "target"), folder / "drafter"
     drafter.mkdir()
     model = load_target(target, torch.float32, "cpu")
     limits = [Limits(frozenset({2, 60, 61, 62, 63, 64}), 6 + 5 * (number % 7)) for number in range(len(PROMPTS))]
     answers = [decode_plain(model, prompt, limit).output_ids for prompt, limit in zip(PROMPTS, limits, strict=True)]
-    save_drafter(half_right(TargetWeights(target), [*zip(PROMPTS, answers, strict=True)], model), drafter)
+    save_drafter(half_right(TargetWeights(target), [*zip(PROMPTS, answers, strict=True)], model, request.param), drafter)
     return model, target, drafter, limits, answers
 
 
-def half_right(weights, rows, model):
-    """A drafter fitted in closed form on the very answers, so that it is right often and not always."""
+def half_right(weights, rows, model, layers=1):
+    """A drafter fitted in closed form on the very answers, so that it is right often and not always; further layers disturb it a little."""
     kept = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     kept[sorted({token for _, answer in rows for token in answer} | set(range(0, 272, 2)))] = True
     ids = kept.nonzero().flatten()
-    drafter = Drafter(DrafterConfig.from_target(weights.config, len(ids), BOUNDARIES), ids - torch.arange(len(ids)), kept).float()
+    config = replace(DrafterConfig.from_target(weights.config, len(ids), BOUNDARIES), num_hidden_layers=layers)
+    drafter = Drafter(config, ids - torch.arange(len(ids)), kept).float()
     initialise(drafter, 0)
     warm_start(drafter, weights)
     samples = []
@@ -49,6 +51,10 @@ def half_right(weights, rows, model):
         final, aux = forward_states(model, tokens[None], None, BOUNDARIES)
         samples.append(Sample(aux[:-1], tokens[1:], final[1:]))
     closed_form_start(drafter, weights.embedding(), samples)
+    with torch.no_grad():
+        for layer in drafter.decoder[1:]:
+            layer.self_attn.o_proj.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+            layer.mlp.down_proj.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(2))
     return drafter
 
 

@@ -67,7 +67,7 @@ def test_further_layers_are_silent_at_first_and_keep_what_they_read_with(drafter
     with torch.no_grad():
         wanted, found = (one.decode(embedding[tokens], one.fuse(aux), torch.arange(len(tokens)), DraftCache()) for one in (drafter, deep))
     assert torch.equal(found, wanted)
-    further = deep.layers["1"]
+    further = deep.decoder[1]
     assert all(projection.weight.abs().sum() > 0 for projection in (further.self_attn.v_proj, further.mlp.gate_proj))
 
 

@@ -39,7 +39,7 @@ def deep(folder: Path) -> Path:
     drafter = Drafter(replace(one.config, num_hidden_layers=2), one.d2t, one.t2d)
     initialise(drafter, 2)
     with torch.no_grad():
-        drafter.layers["1"].hidden_norm.weight.uniform_(0.5, 1.5)
+        drafter.decoder[1].hidden_norm.weight.uniform_(0.5, 1.5)
     save_drafter(drafter, folder)
     return folder
 

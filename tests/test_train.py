@@ -148,6 +148,39 @@ def test_a_wider_mlp_starts_as_the_targets_and_is_served_at_its_size(case, tmp_p
     check_target(tmp_path / "wide", AutoConfig.from_pretrained(case / "target"))
 
 
+def test_several_layers_start_with_the_last_ones_of_the_target_and_add_nothing_yet(case, tmp_path):
+    """So the drafter of three layers begins where that of one does: at the linear one."""
+    begun = {"epochs": 1, "learning_rate": 1e-9}
+    for layers in (1, 3):
+        run(job(case, tmp_path / str(layers), layers=layers, **begun), train)
+    one, three = (json.loads((tmp_path / layers / "training.json").read_text())["final"] for layers in "13")
+    assert three["accept_length_all"] == one["accept_length_all"] and three["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    drafter, target = load_drafter(tmp_path / "3", torch.float32, "cpu"), load_file(case / "target" / "model.safetensors")
+    for ours, theirs in (
+        ("midlayer.mlp.up_proj", "5.mlp.up_proj"),
+        ("layers.1.mlp.gate_proj", "6.mlp.gate_proj"),
+        ("layers.2.self_attn.q_proj", "7.self_attn.q_proj"),
+    ):
+        wanted = target[f"model.layers.{theirs}.weight"].float()
+        torch.testing.assert_close(drafter.get_parameter(f"{ours}.weight").data, wanted, rtol=0, atol=1e-6)
+    silent = [drafter.get_parameter(f"layers.2.{name}.weight").data for name in ("self_attn.o_proj", "mlp.down_proj")]
+    assert all(weight.abs().max() < 1e-6 for weight in silent)
+    check_target(tmp_path / "3", AutoConfig.from_pretrained(case / "target"))
+
+
+def test_two_layers_learn_on_packed_batches_what_they_learn_on_rows(case, tmp_path, monkeypatch):
+    """In float32 with several batches a step, evaluations included; every layer moves, and the loss falls below that of one layer."""
+    longer = {"layers": 2, "epochs": 6, "learning_rate": 0.01}
+    run(job(case, tmp_path / "rows", **longer), train)
+    monkeypatch.setattr("scripts.lib.training.trainer.new_stepper", PackedStep)
+    run(job(case, tmp_path / "packed", micro_tokens=25, **longer), train)
+    found, wanted = curve(tmp_path / "packed"), curve(tmp_path / "rows")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2)
+    moved = load_drafter(tmp_path / "packed", torch.float32, "cpu").decoder[1]
+    assert all(weight.abs().max() > 1e-3 for weight in (moved.self_attn.o_proj.weight, moved.mlp.down_proj.weight))
+
+
 def test_untrained_random_drafter_accepts_next_to_nothing(case, tmp_path):
     run(job(case, tmp_path / "out", epochs=1, learning_rate=1e-9, warm_start=False), train)
     final = json.loads((tmp_path / "out" / "training.json").read_text())["final"]
@@ -248,6 +281,18 @@ def test_a_drafter_of_other_sizes_is_no_start(case, trained, tmp_path):
     save_file({**tensors, "fc.weight": torch.zeros(64, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(StageError, match=r"fc.weight is \[64, 128\], must be \[64, 192\].*--check"):
         run(job(case, tmp_path / "out", start_from=str(tmp_path)), train)
+
+
+def test_a_drafter_of_two_layers_is_a_start_for_two_layers_alone(case, tmp_path):
+    run(job(case, tmp_path / "two", layers=2, epochs=1), train)
+    again = {"epochs": 1, "learning_rate": 1e-9, "start_from": str(tmp_path / "two")}
+    run(job(case, tmp_path / "out", layers=2, **again), train)
+    two, out = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "out"))
+    for name, tensor in two.items():
+        torch.testing.assert_close(out[name].float(), tensor.float(), rtol=0, atol=1e-6)
+    for layers, message in ((1, "layers.1.hidden_norm.weight is there, must not be"), (3, "layers.2.hidden_norm.weight is missing")):
+        with pytest.raises(StageError, match=message):
+            run(job(case, tmp_path / "wrong", layers=layers, **again), train)
 
 
 @pytest.mark.parametrize("loss", ["hard", "lk_alpha", "lk_lambda"])

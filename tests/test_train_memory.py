@@ -4,9 +4,10 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from benchmarks.train_rows import SHAPES, Shape
-from scripts.lib.eagle3.model import DrafterConfig
+from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.ground.errors import StageError
 from scripts.lib.training.distil import TEACHERS
 from scripts.lib.training.memory import CHUNK, GIB, Load, Sizes, check_room, estimate, expected_load, trained_share
@@ -34,11 +35,13 @@ def test_estimate_is_near_the_measured_peak(shape, positions, slots, measured):
     assert str(memory).startswith(f"{memory.total / GIB:.1f} GiB (")
 
 
-@pytest.mark.parametrize("shape", ["llama-8b", "kimi", "smollm2"])
-def test_sizes_are_those_of_the_drafter(shape):
-    drafter, sizes = SHAPES[shape].drafter("meta"), sizes_of(SHAPES[shape])
+@pytest.mark.parametrize(("shape", "layers"), [("llama-8b", 1), ("kimi", 1), ("smollm2", 1), ("smollm2", 3)])
+def test_sizes_are_those_of_the_drafter(shape, layers):
+    one, sizes = SHAPES[shape].drafter("meta"), replace(sizes_of(SHAPES[shape]), layers=layers)
+    with torch.device("meta"):
+        drafter = Drafter(replace(one.config, num_hidden_layers=layers), one.d2t, one.t2d)
     whole = sum(parameter.numel() for parameter in drafter.parameters())
-    assert 0 <= whole - sizes.weights <= 5 * sizes.hidden, "norms alone are left out"
+    assert 0 <= whole - sizes.weights <= (3 + 2 * layers) * sizes.hidden, "norms alone are left out"
     assert CHUNK == TEACHERS
 
 
@@ -57,6 +60,15 @@ def test_recomputing_and_sharing_take_memory_away_where_they_say():
     plain, again, shared = (estimate(sizes, load) for load in (KIMI, replace(KIMI, recompute=True), replace(KIMI, shards=8)))
     assert again.activations < plain.activations / 2 and again.masters == plain.masters
     assert shared.masters + shared.optimizer == (plain.masters + plain.optimizer) / 8 and shared.activations == plain.activations
+
+
+def test_a_further_layer_keeps_its_part_of_later_steps_at_slots_and_the_layers_before_the_last_theirs_of_the_first_at_positions():
+    sizes, load = sizes_of(SHAPES["smollm2"]), Load(slots=1000, positions=3000, steps=4, itemsize=2)
+    one, two = (estimate(replace(sizes, layers=layers), load) for layers in (1, 2))
+    assert two.activations / one.activations == (1000 * (1 + 3 * 2) + 3000) / (1000 * 4)
+    assert two.masters > one.masters and two.states == one.states
+    one, two = (estimate(replace(sizes, layers=layers), replace(load, recompute=True)) for layers in (1, 2))
+    assert one.activations < two.activations < estimate(replace(sizes, layers=2), load).activations / 1.5
 
 
 def test_a_training_that_cannot_fit_is_refused_with_what_would_fit():

@@ -26,6 +26,7 @@ from scripts.lib.training.packed_unroll import again, once
 from scripts.lib.training.sharded import ShardedMasters
 from scripts.lib.training.stepping import Recipe
 from scripts.lib.training.trainer import Trainer
+from tests.test_eagle3_depth import deeper
 from tests.test_train import curve
 from tests.test_train_packed import DECAY, STEPS, drafter, rows, teacher  # noqa: F401
 from tests.train_case import job, make_case
@@ -88,6 +89,14 @@ def test_a_step_computed_again_has_the_same_bits_and_keeps_less(drafter, teacher
         states.append(stepper.weights.state()["model"])
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert kept[1] < kept[0] / 2
+
+
+def test_several_layers_computed_again_and_spread_over_ranks_learn_the_same(one_rank, drafter, teacher, rows):  # noqa: F811
+    deep = deeper(drafter, 2)
+    plain, again, spread = (trained(deep, teacher, rows, recipe(**ways)) for ways in ({}, {"recompute": True}, {"shard": True}))
+    states = [stepper.weights.state() for stepper in (plain, again, spread)]
+    assert all(torch.equal(tensor, states[1]["model"][name]) for name, tensor in states[0]["model"].items())
+    same(states[2], states[0])
 
 
 def test_a_checkpoint_says_nothing_of_how_weights_lay(one_rank, drafter, teacher, rows):  # noqa: F811

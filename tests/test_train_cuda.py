@@ -17,6 +17,7 @@ from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
 from scripts.lib.training.packed_step import Engine, PackedStep
 from scripts.lib.training.stepping import Recipe
 from scripts.lib.training.trainer import Trainer
+from tests.test_eagle3_depth import deeper
 from tests.test_train import curve
 from tests.test_train_packed import STEPS, drafter, rows, teacher  # noqa: F401
 from tests.train_case import job, make_case
@@ -25,18 +26,29 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.mark.parametrize(
-    ("precision", "kind"), [((torch.float32, 2e-3), "soft"), ((torch.bfloat16, 5e-2), "soft"), ((torch.float32, 2e-3), "lk_lambda")]
+    ("precision", "made"),
+    [
+        ((torch.float32, 2e-3), ("soft", 1)),
+        ((torch.bfloat16, 5e-2), ("soft", 1)),
+        ((torch.float32, 2e-3), ("lk_lambda", 1)),
+        ((torch.float32, 2e-3), ("soft", 3)),
+        ((torch.bfloat16, 5e-2), ("soft", 2)),
+    ],
 )
-def test_a_step_on_cuda_has_the_losses_and_gradients_of_the_cpu(drafter, teacher, rows, precision, kind):  # noqa: F811
+def test_a_step_on_cuda_has_the_losses_and_gradients_of_the_cpu(drafter, teacher, rows, precision, made):  # noqa: F811
     torch.backends.cuda.matmul.allow_tf32 = False
-    (dtype, bound), judge = precision, objective(kind, 0.9, 2.0)
+    (dtype, bound), (kind, layers) = precision, made
+    judge = objective(kind, 0.9, 2.0)
+    drafter = drafter if layers == 1 else deeper(drafter, layers)
     found, wanted = (gradients(drafter, teacher, rows, Recipe(dtype, device, 0.8, 1.0, judge)) for device in ("cuda", "cpu"))
     torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=bound, atol=0)
     for name, gradient in wanted[1].items():
         assert (found[1][name].cpu() - gradient).norm() <= bound * gradient.norm(), name
 
 
-def test_a_draft_step_computed_again_on_cuda_has_the_gradients_of_one_that_was_kept(drafter, teacher, rows):  # noqa: F811
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_draft_step_computed_again_on_cuda_has_the_gradients_of_one_that_was_kept(drafter, teacher, rows, layers):  # noqa: F811
+    drafter = drafter if layers == 1 else deeper(drafter, layers)
     kept, again = (
         gradients(drafter, teacher, rows, Recipe(torch.bfloat16, "cuda", 0.8, 1.0, soft_cross_entropy_, recompute))
         for recompute in (False, True)

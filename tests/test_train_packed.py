@@ -13,10 +13,10 @@ from scripts.lib.training.batches import TrainingRow, collate
 from scripts.lib.training.distil import Goal, distil, plain_epilogue, shares
 from scripts.lib.training.loss import Board, Lesson, Teacher, learn
 from scripts.lib.training.objectives import soft_cross_entropy_
-from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
+from scripts.lib.training.packed import BLOCK, Capacity, collate_packed, everywhere
 from scripts.lib.training.packed_unroll import plain_kernels, unroll_packed
 from scripts.lib.training.products import Operands
-from scripts.lib.training.row_attention import block_mask
+from scripts.lib.training.row_attention import block_first_keys, block_mask, dense_first_keys
 from scripts.lib.training.slots import trained_slots
 from scripts.lib.training.unroll import unroll
 from tests.tiny import tiny_config
@@ -151,6 +151,20 @@ def test_block_mask_lists_the_blocks_of_slots_that_see_each_block_of_keys(rows):
         for block, number in enumerate(counts[0, 0].tolist()):
             assert torch.equal(getattr(mask, index)[0, 0, block, :number], getattr(wanted, index)[0, 0, block, :number])
     assert mask.full_q_num_blocks.sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_positions_see_their_row_up_to_themselves_by_blocks_as_by_the_whole_matrix(rows):
+    """Filler sees itself, so that nothing is divided by zero. Without gradients, which FlexAttention has on a GPU alone."""
+    batch = everywhere(collate_packed(rows, Capacity(640, 512), torch.float32))
+    generator = torch.Generator().manual_seed(3)
+    queries, keys, values = (torch.randn(640, heads, 16, generator=generator) for heads in (4, 2, 2))
+    blocks, whole = (first_keys(batch)(queries, keys, values) for first_keys in (block_first_keys, dense_first_keys))
+    torch.testing.assert_close(blocks, whole)
+    filled = sum(len(row.aux) for row in rows)
+    assert filled < 640
+    torch.testing.assert_close(whole[0][filled:], values[filled:].repeat_interleave(2, 1))
+    torch.testing.assert_close(whole[0][:1], values[:1].repeat_interleave(2, 1))
 
 
 def test_filler_has_no_teacher_and_repeats_a_real_slot(rows):

@@ -1,5 +1,7 @@
 """A drafter whose drafts are known beforehand, and whose states are real."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -25,12 +27,13 @@ class ScriptedDrafter(Drafter):
     Its draft vocabulary keeps every second target id and those of `sequence`, so that ids must go through `d2t`.
     """
 
-    def __init__(self, model: PreTrainedModel, sequence: list[int], wrong: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: PreTrainedModel, sequence: list[int], wrong: frozenset[int] = frozenset(), layers: int = 1) -> None:
         torch.manual_seed(0)
         kept = sorted(set(sequence) | set(range(0, model.config.vocab_size, 2)))
         t2d = torch.zeros(model.config.vocab_size, dtype=torch.bool)
         t2d[kept] = True
-        super().__init__(DrafterConfig.from_target(model.config, len(kept), BOUNDARIES), torch.tensor(kept) - torch.arange(len(kept)), t2d)
+        config = replace(DrafterConfig.from_target(model.config, len(kept), BOUNDARIES), num_hidden_layers=layers)
+        super().__init__(config, torch.tensor(kept) - torch.arange(len(kept)), t2d)
         self.eval().requires_grad_(False)
         self.script = [kept.index(token) for token in sequence]
         self.wrong, self.place = wrong, 0

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from scripts.lib.eagle3.cache import DraftCache
 from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.training import slot_attention
 from scripts.lib.training.batches import Batch, collate
+from scripts.lib.training.flops import PASSES, model_flops, shared_flops, work_of
 from scripts.lib.training.products import Operands
 from scripts.lib.training.rows import shard_rows
 from scripts.lib.training.unroll import unroll
@@ -122,3 +124,19 @@ def test_decoding_a_chain_gives_the_states_of_training(deep, target, rows):  # n
                 torch.testing.assert_close(hidden[0], wanted[step][slot], rtol=1e-4, atol=1e-5)
             cache.crop(slot + 1)
             assert {layer.length for layer in cache.layers.values()} == {slot + 1}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_flops_are_those_of_the_products_that_run(one_layer, teacher, packed_rows, layers, monkeypatch):  # noqa: F811
+    """Forward alone, without attention and head: what is executed, and what is not as steps share it."""
+    drafter = deeper(one_layer, layers)
+    monkeypatch.setattr("scripts.lib.training.unroll.attend", lambda parts, queries, first, own: queries)
+    batch = collate(packed_rows, torch.float32, "cpu")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        unroll(Operands(drafter, torch.float32), teacher.embedding, batch, STEPS)
+    config, work = replace(drafter.config, draft_vocab_size=0), work_of(packed_rows, STEPS)
+    fuse = 2 * work.positions * 3 * 64 * 64
+    asked = model_flops(config, replace(work, keys=0, other_keys=0)) - 2 * fuse
+    assert counter.get_total_flops() == fuse + (asked - shared_flops(config, work)) / PASSES
+    everywhere = sum(len(row.aux) * (len(row.aux) + 1) // 2 for row in packed_rows)
+    assert work.other_keys == everywhere - sum(int((row.slots + 1).sum()) for row in packed_rows) > 0

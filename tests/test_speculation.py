@@ -61,11 +61,11 @@ def test_random_drafters_change_nothing(model, seed, prompt):
     assert chain.output_ids == plain.output_ids == uncached(model, prompt, 20)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, [5]])
-def test_partly_accepted_chains_change_nothing_and_leave_true_features_behind(model, prompt):
+@pytest.mark.parametrize(("prompt", "layers"), [(PROMPT, 1), ([5], 1), (PROMPT, 2)])
+def test_partly_accepted_chains_change_nothing_and_leave_true_features_behind(model, prompt, layers):
     """Every cycle length from none to all accepted; afterwards the drafter's cache is that of one pass over the whole text."""
     sequence = [*prompt, *uncached(model, prompt, 48)]
-    drafter = ScriptedDrafter(model, sequence, wrong=frozenset({9, 12, 13, 17, 24, 25, 26, 33}))
+    drafter = ScriptedDrafter(model, sequence, wrong=frozenset({9, 12, 13, 17, 24, 25, 26, 33}), layers=layers)
     run = decode_chain(model, drafter, 3, prompt, Limits(NO_EOS, 40))
     assert run.output_ids == tuple(sequence[len(prompt) : len(prompt) + 40])
     assert set(run.accepted) == {0, 1, 2, 3}
@@ -76,7 +76,10 @@ def test_partly_accepted_chains_change_nothing_and_leave_true_features_behind(mo
     embeds = model.get_input_embeddings()(torch.tensor(tokens[1:]))
     drafter.decode(embeds, drafter.fuse(aux), torch.arange(len(embeds)), whole)
     assert left.length == whole.length == len(tokens) - 1
-    torch.testing.assert_close(*(cache.layers[0].keys[: left.length] for cache in (left, whole)), atol=1e-4, rtol=1e-4)
+    assert left.layers.keys() == whole.layers.keys() == set(range(layers))
+    for number in range(layers):
+        found, wanted = (cache.layers[number].keys[: left.length] for cache in (left, whole))
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_drafts_after_an_end_token_are_neither_written_nor_counted(model):

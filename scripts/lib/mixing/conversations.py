@@ -59,11 +59,10 @@ def pieces(table: pl.DataFrame) -> Iterator[pl.DataFrame]:
 
 def words(asked: pl.Series) -> tuple[np.ndarray, np.ndarray]:
     """Hashes u64 [N] of the words of all texts end to end, and the words i64 [R] of each text; a text without any counts one."""
-    found = pl.col("asked").str.extract_all(WORD)
+    lists = asked.fill_null("").str.extract_all(WORD)
     # An empty list is filled beforehand: of several in a row `explode` keeps fewer than one each (polars 2.1.0).
-    lists = pl.select(asked.alias("asked").fill_null("")).select(pl.when(found.list.len() > 0).then(found).otherwise(pl.lit([""])))
-    lengths = lists.to_series().list.len().to_numpy().astype(np.int64)
-    return lists.to_series().explode().hash().to_numpy(), lengths
+    lists = pl.select(pl.when(lists.list.len() > 0).then(lists).otherwise(pl.lit([""]))).to_series()
+    return lists.explode().hash().to_numpy(), lists.list.len().to_numpy().astype(np.int64)
 
 
 def all_prompts(manifests: Sequence[Path]) -> Iterator[pl.DataFrame]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.lib.states.encoded import Factored, as_bits
+from scripts.lib.states.encoded import Factored
 from scripts.lib.states.rounding import FP8, LARGEST
 
 EXPONENT = 0x7F80  # of a bfloat16: all ones in NaN and infinity
@@ -17,13 +17,14 @@ AT_ONCE = 2**18  # bytes that are looked at together: they stay in the cache
 
 def finite(states: Factored) -> Tensor:
     """bool [n]: whether all numbers of a state are finite, and stay so when they are multiplied."""
-    good = torch.ones(len(states.numbers), dtype=torch.bool)
-    if states.factors is not None:
-        largest = states.factors.flatten(1) * LARGEST if states.numbers.dtype == FP8 else states.factors[:, None]
+    numbers, factors = states.numbers, states.factors
+    good = torch.ones(len(numbers), dtype=torch.bool)
+    if factors is not None:
+        largest = factors.flatten(1) * LARGEST if numbers.dtype == FP8 else factors[:, None]
         good &= largest.to(torch.bfloat16).isfinite().all(1)
-    if states.numbers.dtype.is_floating_point:
-        unsigned = torch.uint8 if states.numbers.dtype == FP8 else torch.uint16
-        good &= ~marked(as_bits(states.numbers).view(unsigned).numpy(), NOT_A_NUMBER if states.numbers.dtype == FP8 else EXPONENT)
+    if numbers.dtype.is_floating_point:
+        kind, mask = (torch.uint8, NOT_A_NUMBER) if numbers.dtype == FP8 else (torch.uint16, EXPONENT)
+        good &= ~marked(numbers.view(kind).numpy(), mask)
     return good
 
 

@@ -67,8 +67,6 @@ def block_mask(batch: PackedBatch) -> BlockMask:
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= starts[query]) & (key <= slots[query])
 
-    # Both directions are listed here: `from_kv_blocks` turns one into the other by a `vmap` that takes the host as long as a small batch's
-    # products take the GPU.
     # Slots are listed for the keys too: `from_kv_blocks` would do that by a `vmap` that takes the host as long as a small batch's products
     # take the GPU.
     part = touched & ~full

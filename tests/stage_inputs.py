@@ -1,6 +1,7 @@
 """Published folders that the stages generate and hidden read, and their command lines, on the tiny target."""
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -9,17 +10,19 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pytest
 
 from scripts.lib.chat.rows import TOKEN_SCHEMA
 from scripts.lib.formats.tables import ROWS
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job
+from scripts.lib.states import writer
 from tests.tiny import save_tiny_target
 
 REQUESTS: dict[str, Any] = {
@@ -118,6 +121,21 @@ def generate_job(folder: Path, prepared: Path, target: Path, name: str = "out", 
 def hidden_job(folder: Path, merged: Path, target: Path, name: str = "out", **options: Any) -> Job:
     """A job of stage hidden that publishes `folder`/`name`."""
     return Job("hidden", folder / name, {"merged": (merged,), "target": (target,)}, {"hidden": HIDDEN | options}, RUNTIME, folder / "work")
+
+
+@contextlib.contextmanager
+def disk_full_at(name: str) -> Iterator[None]:
+    """Inside, the disk has no room for the shard `name` of hidden states."""
+    write = writer.write_rows
+
+    def full(path: Path, *rest: Any) -> str:
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "write_rows", full)
+        yield
 
 
 def command(job: Job) -> list[str]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from scripts.lib.eagle3.cache import DraftCache
 from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.training import slot_attention
@@ -19,7 +18,7 @@ from scripts.lib.training.rows import shard_rows
 from scripts.lib.training.unroll import unroll
 from tests import reference_eagle3 as reference
 from tests import test_eagle3_reference, test_train_packed
-from tests.test_eagle3_reference import STEPS, fast, gradients, plain, rows, same_gradients, shard, slow, target  # noqa: F401
+from tests.test_eagle3_reference import STEPS, chains, fast, gradients, plain, rows, same_gradients, shard, slow, target  # noqa: F401
 from tests.test_train_packed import alone, packed, teacher  # noqa: F401
 
 packed_rows = test_train_packed.rows
@@ -108,22 +107,9 @@ def test_packed_batches_in_bf16_stay_within_three_percent_of_their_rows(one_laye
 
 def test_decoding_a_chain_gives_the_states_of_training(deep, target, rows):  # noqa: F811
     """One cache holds both layers: prefill, three drafts more from its own states, then the drafts are forgotten in both."""
-    embedding, row, cache = target.model.embed_tokens.weight.detach(), rows[0], DraftCache()
-    wanted = reference.states(plain(deep), embedding, row, STEPS)
-    with torch.no_grad():
-        fused = deep.fuse(row.aux)
-        for slot in wanted[0]:
-            known = torch.arange(cache.length, slot + 1)
-            hidden = deep.decode(embedding[row.tokens[known + 1]], fused[known], known, cache)[-1:]
-            for step in range(STEPS):
-                if not row.trained(slot, step):
-                    break
-                if step:
-                    token = row.tokens[slot + 1 + step : slot + 2 + step]
-                    hidden = deep.decode(embedding[token], hidden, torch.tensor([slot + step]), cache)
-                torch.testing.assert_close(hidden[0], wanted[step][slot], rtol=1e-4, atol=1e-5)
-            cache.crop(slot + 1)
-            assert {layer.length for layer in cache.layers.values()} == {slot + 1}
+    lengths = [(slot + 1, {layer.length for layer in cache.layers.values()}) for slot, cache in chains(deep, target, rows[0])]
+    assert lengths
+    assert all(found == {length} for length, found in lengths)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -215,17 +215,17 @@ def test_slots_need_two_tokens_of_one_span(spans, slots):
     assert trained_slots(spans)[0].tolist() == slots
 
 
-def test_decoding_a_chain_gives_the_states_of_training(drafter, target, rows):
-    """At every slot of a turn: prefill, draft three more from its own states, then forget the drafts."""
-    embedding = target.model.embed_tokens.weight.detach()
-    row = rows[0]
+def chains(drafter, target, row):
+    """Decode at every slot of `row`: prefill, drafts from its own states, each compared with the reference, which are then forgotten.
+
+    Yields the slot and the cache after each.
+    """
+    embedding, cache = target.model.embed_tokens.weight.detach(), DraftCache()
     wanted = reference.states(plain(drafter), embedding, row, STEPS)
-    cache = DraftCache()
     with torch.no_grad():
         fused = drafter.fuse(row.aux)
-        for slot in range(len(row.tokens) - 2):
-            if not row.trained(slot, 0):
-                continue
+        assert sorted(wanted[0]) == [slot for slot in range(len(row.tokens) - 2) if row.trained(slot, 0)]
+        for slot in sorted(wanted[0]):
             known = torch.arange(cache.length, slot + 1)
             hidden = drafter.decode(embedding[row.tokens[known + 1]], fused[known], known, cache)[-1:]
             for step in range(STEPS):
@@ -236,3 +236,9 @@ def test_decoding_a_chain_gives_the_states_of_training(drafter, target, rows):
                     hidden = drafter.decode(embedding[token], hidden, torch.tensor([slot + step]), cache)
                 torch.testing.assert_close(hidden[0], wanted[step][slot], rtol=1e-4, atol=1e-5)
             cache.crop(slot + 1)
+            yield slot, cache
+
+
+def test_decoding_a_chain_gives_the_states_of_training(drafter, target, rows):
+    """At every slot of a turn: prefill, draft three more from its own states, then forget the drafts."""
+    assert [slot for slot, _ in chains(drafter, target, rows[0])]

@@ -1,6 +1,5 @@
 """Shards that threads finish while the next ones are computed: the same files, whatever is early, late or fails."""
 
-import errno
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -22,10 +21,10 @@ from scripts.lib.ground.files import sha256_file
 from scripts.lib.ground.manifest import Shard
 from scripts.lib.ground.stage import Job
 from scripts.lib.states import hidden as stage
-from scripts.lib.states import landing, writer
+from scripts.lib.states import landing
 from scripts.lib.states.finishing import WORKERS, workers, written
 from scripts.lib.states.hidden import hidden
-from tests.stage_inputs import hidden_job, publish_merged, publish_target, some_token_rows
+from tests.stage_inputs import disk_full_at, hidden_job, publish_merged, publish_target, some_token_rows
 
 BOUNDARIES = [2, 4, 5]
 
@@ -101,19 +100,11 @@ def test_nobody_reads_states_that_are_still_under_way(
 def test_a_shard_that_cannot_be_finished_stops_the_stage_by_name_and_the_finished_ones_stay(
     target: Path, merged: Path, tmp_path: Path, finishing: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, write = hidden_job(tmp_path, merged, target), writer.write_rows
+    job = hidden_job(tmp_path, merged, target)
     dumped(job, tmp_path / "wanted")
     finishing(2)
-
-    def full(path: Path, *rest: Any) -> str:
-        if path.name == "train-00002.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_rows", full)
-        with pytest.raises(OSError, match=r"No space left.*train-00002\.safetensors"):
-            dumped(job, tmp_path / "full")
+    with disk_full_at("train-00002.safetensors"), pytest.raises(OSError, match=r"No space left.*train-00002\.safetensors"):
+        dumped(job, tmp_path / "full")
     kept = files(tmp_path / "full")
     assert {"train-00000.safetensors", "train-00001.safetensors", "partial/train-00001.safetensors.json"} <= set(kept)
     assert not any("train-00002" in name for name in kept) and "eval-00000.safetensors" not in kept

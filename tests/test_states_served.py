@@ -1,6 +1,5 @@
 """States that a server writes: put together exactly whatever the passes cut, whatever is lost, and wrong ones are caught."""
 
-import errno
 import json
 import time
 from collections.abc import Iterator
@@ -8,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from scripts.lib.ground.manifest import Counts, Manifest, read_manifest
 from scripts.lib.ground.stage import Job, run
 from scripts.lib.serving.launch import CPU_FOLDER, environment
 from scripts.lib.serving.settings import ServerSettings
-from scripts.lib.states import served_asking, writer
+from scripts.lib.states import served_asking
 from scripts.lib.states.capture import Batching, capture
 from scripts.lib.states.checks import BETWEEN, check_sample
 from scripts.lib.states.encoded import decoded
@@ -33,7 +31,7 @@ from scripts.lib.states.served import HOOK, ServedEngine, Serving
 from scripts.lib.states.served_asking import Asking, grouped, ranges
 from scripts.lib.states.served_models import check_flags, modules_of
 from scripts.lib.states.served_pieces import Inbox, Piece, joined
-from tests.stage_inputs import hidden_job, publish_merged, some_token_rows, token_row
+from tests.stage_inputs import disk_full_at, hidden_job, publish_merged, some_token_rows, token_row
 from tests.states_server import Faults, States, served_states
 from tests.tiny import save_tiny_target
 
@@ -291,17 +289,8 @@ def test_after_a_failure_only_missing_shards_are_asked_for_and_rows_come_back_in
     rows = some_token_rows(12)
     merged = publish_merged(tmp_path / "merged", rows, some_token_rows(2, "e"))
     job = hidden_job(tmp_path, merged, target, engine="sglang")
-    write = writer.write_rows
-
-    def full(path: Path, *rest: Any) -> str:
-        if path.name == "train-00001.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return write(path, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_rows", full)
-        with pytest.raises(OSError, match="No space left"):
-            run(job, hidden)
+    with disk_full_at("train-00001.safetensors"), pytest.raises(OSError, match="No space left"):
+        run(job, hidden)
     first = len(read_shard(next(job.work.glob("hidden/*/train-00000.safetensors"))).ids)
     asked_rows.clear()
     run(job, hidden)

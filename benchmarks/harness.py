@@ -27,9 +27,10 @@ from urllib.parse import urlsplit
 
 from scripts.lib.benchmark.load import Load
 from scripts.lib.benchmark.prompts import Prompt, first_turn, prepared_rows
+from scripts.lib.benchmark.served import flush
 from scripts.lib.chat.messages import Message
 from scripts.lib.chat.template import ChatTemplate
-from scripts.lib.serving.asking import get, healthy
+from scripts.lib.serving.asking import healthy
 from scripts.lib.serving.launch import free_port
 from scripts.lib.serving.server import server
 from scripts.lib.serving.settings import ServerSettings
@@ -78,7 +79,7 @@ def compared(url: str, load: Load, prompts: Sequence[Prompt], repeats: int) -> d
     ways = {"bare": bare_loop, "cell": cell_client}
     for number in range(-1, repeats):
         for name in sorted(ways, reverse=number % 2 == 1):
-            get(f"{url}/flush_cache")
+            flush(url)
             begin = time.process_time()
             seconds, tokens = ways[name](url, load, prompts)
             if number >= 0:

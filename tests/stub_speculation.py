@@ -73,7 +73,8 @@ class Handler(BaseHTTPRequestHandler):
             "speculative_draft_model_path": flag("--speculative-draft-model-path"),
         }
         answers = {"/health": {}, "/flush_cache": {}, "/server_info": server, "/model_info": {"model_path": flag("--model-path")}}
-        self.reply(200 if self.path in answers else 404, answers.get(self.path))
+        path = self.path.partition("?")[0]
+        self.reply(200 if path in answers else 404, answers.get(path))
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -1,5 +1,8 @@
 """What a benchmark cell asks of a server, asked of real SGLang on the CPU."""
 
+import json
+import urllib.request
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -37,6 +40,17 @@ def test_streamed_answers_are_whole_and_timed(sglang_server, load, prompts):
         assert answer.steps is None, "a server without speculation counts no steps"
     first = talks[2][0]
     assert talks[2][1].prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
+
+
+def test_the_cache_is_emptied_once_the_server_has_done_what_it_was_asked_before(sglang_server, prompts):
+    """A busy server refuses to empty it; the last answer of a block may be read a moment before the server is idle."""
+    body = {"input_ids": list(prompts[0].ids), "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "stream": True}
+    asked = urllib.request.Request(f"{sglang_server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked) as answer:
+        assert b"output_ids" in answer.readline()
+        flush(sglang_server.url)
+        *_, last, done = [line for line in answer.read().splitlines() if line]
+    assert json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == 200 and done == b"data: [DONE]"
 
 
 def test_the_target_tells_how_far_two_tokens_lie_apart(sglang_server, load, prompts):

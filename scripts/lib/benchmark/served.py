@@ -32,6 +32,7 @@ from scripts.lib.speculation.verdict import Verdict
 
 CANARY_PROMPTS = 4
 DEATH_SECONDS = 3.0  # a broken connection is seen before the process is gone
+IDLE_SECONDS = 60  # of the longest step that a server may still have under way
 Asked = tuple[Pair, tuple[int, ...]]  # a pair, and the prompt that the target alone was given
 
 
@@ -149,9 +150,9 @@ def seen_path(folder: Path, way: str) -> Path:
 
 
 def flush(url: str) -> None:
-    """Empty the server's cache of prompts."""
+    """Empty the server's cache of prompts, once it is idle: it answers the last request a moment before it is done with it."""
     try:
-        get(f"{url}/flush_cache")
+        get(f"{url}/flush_cache?timeout={IDLE_SECONDS}")
     except OSError as error:
         raise StageError(f"{url}: its cache of prompts cannot be emptied ({error}); finished blocks are kept: start again") from error
 

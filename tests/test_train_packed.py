@@ -151,6 +151,8 @@ def test_block_mask_lists_the_blocks_of_slots_that_see_each_block_of_keys(rows):
         for block, number in enumerate(counts[0, 0].tolist()):
             assert torch.equal(getattr(mask, index)[0, 0, block, :number], getattr(wanted, index)[0, 0, block, :number])
     assert mask.full_q_num_blocks.sum() > 0
+    for index in (mask.kv_indices, mask.full_kv_indices, mask.q_indices, mask.full_q_indices):
+        assert index.is_contiguous()  # kernels take a step of one from block to block without looking
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

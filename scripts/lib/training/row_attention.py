@@ -76,8 +76,11 @@ def block_mask(batch: PackedBatch) -> BlockMask:
 
 
 def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts i32[1, 1, B] and indices i32[1, 1, B, C] of the blocks `chosen` bool[B, C] in each row, chosen ones first."""
-    order = chosen.int().argsort(dim=1, descending=True, stable=True)
+    """Counts i32[1, 1, B] and indices i32[1, 1, B, C] of the blocks `chosen` bool[B, C] in each row, chosen ones first.
+
+    Kernels read them as one piece of memory; sorting keeps the layout of a transposed `chosen`.
+    """
+    order = chosen.contiguous().int().argsort(dim=1, descending=True, stable=True)
     return chosen.sum(1).int()[None, None], order.int()[None, None]
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from scripts.lib.eagle3.model import Drafter
+from scripts.lib.training.optimizers import ADAMW, move, optimizers
 from scripts.lib.training.ranks import add_up, as_first
-
-BETAS = (0.9, 0.95)
 
 
 class DrafterWeights(Protocol):
@@ -32,7 +31,7 @@ class DrafterWeights(Protocol):
         ...
 
     def step(self, learning_rate: float, clip: float) -> Tensor:
-        """One step of AdamW with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
+        """One step with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
         ...
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
@@ -44,7 +43,7 @@ class DrafterWeights(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimizer as one process has them, for a checkpoint."""
+        """Weights and optimizers as one process has them, for a checkpoint."""
         ...
 
     def load(self, content: Mapping[str, Any]) -> None:
@@ -55,11 +54,11 @@ class DrafterWeights(Protocol):
 class Masters:
     """`masters` is the drafter in float32, `compute` the one that runs: the same one when `dtype` is float32."""
 
-    def __init__(self, masters: Drafter, dtype: torch.dtype) -> None:
+    def __init__(self, masters: Drafter, dtype: torch.dtype, optimizer: str = ADAMW) -> None:
         self.masters = masters
         as_first([parameter.data for parameter in masters.parameters()])
         self.compute = masters if dtype == torch.float32 else copy.deepcopy(masters).to(dtype)
-        self.optimizer = adamw(masters)
+        self.optimizers = optimizers(masters, optimizer)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(drafter, *arguments)` of the drafter that computes."""
@@ -80,16 +79,13 @@ class Masters:
                     weight.grad = None
 
     def step(self, learning_rate: float, clip: float) -> Tensor:
-        """One step of AdamW with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
+        """One step with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
         for parameter in self.masters.parameters():
             if parameter.grad is None:  # this rank had no batch
                 parameter.grad = torch.zeros_like(parameter)
         add_up(*(parameter.grad for parameter in self.masters.parameters() if parameter.grad is not None))
         norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=norm.is_cuda)  # on a CPU, fresh memory costs more than zeros
+        move(self.optimizers, learning_rate, forget=norm.is_cuda)  # on a CPU, fresh memory costs more than zeros
         self.publish()
         return norm
 
@@ -108,13 +104,14 @@ class Masters:
         return self.masters
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimizer, for a checkpoint."""
-        return {"model": self.masters.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """Weights and optimizers, for a checkpoint."""
+        return {"model": self.masters.state_dict(), "optimizers": [part.state_dict() for part in self.optimizers]}
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Take over what `state` gave."""
         self.masters.load_state_dict(content["model"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        for part, state in zip(self.optimizers, content["optimizers"], strict=True):
+            part.load_state_dict(state)
         self.publish()
 
     @staticmethod
@@ -123,8 +120,3 @@ class Masters:
             master.grad = gradient.float()
         else:
             master.grad += gradient
-
-
-def adamw(drafter: Drafter) -> torch.optim.AdamW:
-    """The optimizer of all weights of `drafter`; each step sets its learning rate."""
-    return torch.optim.AdamW(drafter.parameters(), lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)

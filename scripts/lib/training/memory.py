@@ -11,7 +11,7 @@ from typing import Any
 from scripts.lib.ground.errors import StageError
 
 GIB = 2**30
-FINE = 4  # bytes of a float32: master weights, their gradients, AdamW's two moments
+FINE = 4  # bytes of a float32: master weights, their gradients, moments
 CHUNK = 1024  # teachers whose logits exist at a time, as in `distil`
 TOO_HIGH = 1.11  # what the estimate was above the measured peak, at most
 
@@ -54,6 +54,7 @@ class Load:
     """One batch as it is computed: slots and positions, draft steps, bytes of a number in matrix products.
 
     `recompute`: a draft step is computed again in the backward pass. `shards`: ranks that share masters, gradients and optimizer.
+    `muon`: the matrices inside have one moment, which AdamW's have two of.
     """
 
     slots: int
@@ -62,13 +63,14 @@ class Load:
     itemsize: int
     recompute: bool = False
     shards: int = 1
+    muon: bool = False
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one GPU.
 
-    `masters`: weights in float32 and their gradients. `optimizer`: AdamW's moments. `copies`: weights for matrix products and their
+    `masters`: weights in float32 and their gradients. `optimizer`: moments. `copies`: weights for matrix products and their
     gradients. `target`: its embedding [V, H] and the draft rows [D, H] of its head. `states`: those of a batch. `activations`: what
     draft steps leave for the backward pass. `logits`: of one chunk of teachers.
     """
@@ -109,9 +111,10 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
         kept = layer * (load.slots * (1 + (load.steps - 1) * layers) + everywhere)
     own = 2 * item if item < FINE else 0
     copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
+    moments = 2 * weights - (weights - sizes.hidden * sizes.draft_vocabulary if load.muon else 0)
     return Memory(
         masters=2 * FINE * weights / load.shards,
-        optimizer=2 * FINE * weights / load.shards,
+        optimizer=FINE * moments / load.shards,
         copies=copies * weights,
         target=(sizes.vocabulary + sizes.draft_vocabulary) * sizes.hidden * item,
         states=10 * load.positions * sizes.hidden * item,
@@ -133,8 +136,8 @@ def expected_load(drafter: Mapping[str, Any], share: float, runtime: Mapping[str
     batches = -(-max(round(whole / drafter.get("micro_tokens", 8192)), 1) // ranks) * ranks
     slots = -(-whole // batches)
     itemsize = 2 if drafter["precision"] == "bfloat16" else FINE
-    shards = ranks if runtime.get("shard") else 1
-    return Load(slots, round(slots / share), drafter["ttt_steps"], itemsize, bool(runtime.get("recompute")), shards)
+    shards, muon = ranks if runtime.get("shard") else 1, drafter.get("optimizer") == "muon"
+    return Load(slots, round(slots / share), drafter["ttt_steps"], itemsize, bool(runtime.get("recompute")), shards, muon)
 
 
 def remedies(sizes: Sizes, load: Load, room: float, micro_tokens: int, longest: int) -> Iterator[str]:

@@ -91,7 +91,7 @@ class PackedStep:
 def new_weights(drafter: Drafter, recipe: Recipe) -> DrafterWeights:
     """The weights of `drafter` whole on this rank, or spread over all of them."""
     if not recipe.shard:
-        return Masters(drafter, recipe.dtype)
+        return Masters(drafter, recipe.dtype, recipe.optimizer)
     from scripts.lib.training.sharded import ShardedMasters  # takes a second to import, for which most runs have no use
 
     return ShardedMasters(drafter, recipe.dtype)

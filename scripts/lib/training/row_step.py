@@ -19,7 +19,7 @@ class RowStep:
     """A `Stepper` for any device. Weights are float32, matrix products of the recipe's dtype."""
 
     def __init__(self, drafter: Drafter, teacher: Teacher, recipe: Recipe) -> None:
-        self.weights = Masters(drafter.to(recipe.device), torch.float32)
+        self.weights = Masters(drafter.to(recipe.device), torch.float32, recipe.optimizer)
         self.teacher = Teacher(teacher.embedding.to(recipe.device), teacher.head.to(recipe.device, recipe.dtype))
         self.recipe, self.board = recipe, Board()
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from scripts.lib.ground.errors import StageError
 from scripts.lib.training.objectives import objective
+from scripts.lib.training.optimizers import ADAMW, MUON
 from scripts.lib.training.stepping import Recipe
 
 
@@ -14,8 +16,9 @@ from scripts.lib.training.stepping import Recipe
 class TrainSettings:
     """How to train. `batch_tokens` counts trained tokens of one optimizer step, in whole rows: it sets the noise of a step.
 
-    `micro_tokens` counts those that are computed at a time: it sets the memory. `layers` counts the drafter's decoder layers,
-    `intermediate_size` is that of their MLPs, None the target's. `fraction` is the share of the training conversations.
+    `micro_tokens` counts those that are computed at a time: it sets the memory. `optimizer` is adamw or muon. `layers` counts the
+    drafter's decoder layers, `intermediate_size` is that of their MLPs, None the target's. `fraction` is the share of the training
+    conversations.
     """
 
     name: str
@@ -32,6 +35,7 @@ class TrainSettings:
     eval_every: int
     checkpoint_every: int
     micro_tokens: int = 8192
+    optimizer: str = ADAMW
     layers: int = 1
     intermediate_size: int | None = None
     loss: str = "soft"
@@ -51,7 +55,15 @@ class TrainSettings:
         return cls(name=settings["name"], seed=settings["seed"], **settings["drafter"])
 
     def recipe(self, device: str, runtime: Mapping[str, Any]) -> Recipe:
-        """How a step is computed on `device`; `runtime` may say `recompute` and `shard`, which move only the last bits of sums."""
+        """How a step is computed on `device`; `runtime` may say `recompute` and `shard`, which move only the last bits of sums.
+
+        Raises StageError when weights are to be spread over ranks that Muon wants whole.
+        """
+        if self.optimizer == MUON and runtime.get("shard"):
+            raise StageError(
+                f"drafters.{self.name}.optimizer is muon, whose step is made of whole matrices, and runtime.shard spreads them over ranks: "
+                "set `shard: false`, or the optimizer to adamw"
+            )
         judge = objective(self.loss, self.kl_scale, self.kl_decay)
         dtype, ways = getattr(torch, self.precision), (runtime.get("recompute", False), runtime.get("shard", False))
-        return Recipe(dtype, device, self.ttt_decay, self.clip, judge, *ways)
+        return Recipe(dtype, device, self.ttt_decay, self.clip, judge, *ways, self.optimizer)

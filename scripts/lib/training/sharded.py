@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from scripts.lib.eagle3.model import Drafter
-from scripts.lib.training.masters import adamw
+from scripts.lib.training.optimizers import ADAMW, move, optimizers
 from scripts.lib.training.ranks import as_first, count
 
 
@@ -46,7 +46,7 @@ class ShardedMasters:
         self.parts.set_force_sum_reduction_for_comms(True)
         self.parts.set_requires_gradient_sync(False)
         self.parts.set_reshard_after_backward(False)
-        self.optimizer = adamw(masters)
+        (self.optimizer,) = optimizers(masters, ADAMW)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(drafter, *arguments)` with whole weights."""
@@ -60,17 +60,14 @@ class ShardedMasters:
         torch.autograd.backward(states, gradients)
 
     def step(self, learning_rate: float, clip: float) -> Tensor:
-        """One step of AdamW with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
+        """One step with gradients summed over ranks and clipped to norm `clip`; the norm before (scalar, not waited for)."""
         self.parts.set_requires_gradient_sync(True)
         self.parts.set_reshard_after_backward(True)
         self.root(nothing).backward()  # sums are made in a backward pass, and not every rank had a batch
         self.parts.set_requires_gradient_sync(False)
         self.parts.set_reshard_after_backward(False)
         norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        move([self.optimizer], learning_rate, forget=True)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextlib.contextmanager
@@ -87,22 +84,22 @@ class ShardedMasters:
         return drafter
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimizer as one process would have them, on the CPU."""
+        """Weights and optimizers as one process would have them, on the CPU."""
         optimizer = self.optimizer.state_dict()
         moments = {key: {name: gathered(value) for name, value in entry.items()} for key, entry in optimizer["state"].items()}
         model = {name: gathered(tensor) for name, tensor in self.masters.state_dict().items()}
-        return {"model": model, "optimizer": {**optimizer, "state": moments}}
+        return {"model": model, "optimizers": [{**optimizer, "state": moments}]}
 
     def load(self, content: Mapping[str, Any]) -> None:
         """Take over what `state` gave, of any number of ranks."""
         current = self.masters.state_dict()
         self.masters.load_state_dict({name: shared_out(tensor, current[name]) for name, tensor in content["model"].items()})
         parameters = list(self.masters.parameters())
+        (optimizer,) = content["optimizers"]
         moments = {
-            key: {name: shared_out(value, parameters[key]) for name, value in entry.items()}
-            for key, entry in content["optimizer"]["state"].items()
+            key: {name: shared_out(value, parameters[key]) for name, value in entry.items()} for key, entry in optimizer["state"].items()
         }
-        self.optimizer.load_state_dict({**content["optimizer"], "state": moments})
+        self.optimizer.load_state_dict({**optimizer, "state": moments})
 
 
 def nothing(drafter: Drafter) -> Tensor:

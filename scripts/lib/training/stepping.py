@@ -14,6 +14,7 @@ from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.masters import DrafterWeights
 from scripts.lib.training.objectives import Objective
+from scripts.lib.training.optimizers import ADAMW
 
 Run = Iterable[TrainingRow]  # rows of one batch, which may have to be waited for: gone through once, when the batch is made
 
@@ -23,6 +24,7 @@ class Recipe:
     """`dtype` of matrix products, the device, how draft steps and slots are weighed, and where gradients are clipped.
 
     `recompute`: a draft step is computed again in the backward pass. `shard`: ranks share masters, gradients and optimizer.
+    `optimizer` is adamw or muon.
     """
 
     dtype: torch.dtype
@@ -32,6 +34,7 @@ class Recipe:
     objective: Objective
     recompute: bool = False
     shard: bool = False
+    optimizer: str = ADAMW
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from scripts.lib.training.feed import Feed, own_batches
 from scripts.lib.training.flops import Work, work_of
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.memory import Load, Sizes, check_room, estimate
+from scripts.lib.training.optimizers import MUON
 from scripts.lib.training.packed import Capacity
 from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.schedule import PlannedStep, plan
@@ -167,7 +168,8 @@ def check_memory(drafter: Drafter, settings: TrainSettings, recipe: Recipe, capa
     vocabularies = (config.vocab_size, config.draft_vocab_size)
     sizes = Sizes(config.hidden_size, config.intermediate_size, *heads, *vocabularies, config.num_hidden_layers)
     shards = ranks.count() if recipe.shard else 1
-    load = Load(capacity.slots, capacity.positions, settings.ttt_steps, recipe.dtype.itemsize, recipe.recompute, shards)
+    ways = (recipe.recompute, shards, recipe.optimizer == MUON)
+    load = Load(capacity.slots, capacity.positions, settings.ttt_steps, recipe.dtype.itemsize, *ways)
     log.info("memory, estimated: %s", estimate(sizes, load))
     device = torch.device(recipe.device)
     if device.type == "cuda":

@@ -1,5 +1,6 @@
-"""SGLang serves a drafter of two layers as it was trained: on the CPU, in float32, it accepts exactly the drafts that we accept."""
+"""SGLang serves a drafter of the H200 run's recipe as it was trained: on a CPU in float32 it accepts just the drafts that we accept."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,27 @@ def without_second_layer(drafter: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_served_drafter_of_two_layers_accepts_what_the_walk_accepts(sglang_settings, tmp_path):
+def without_norm_of_output(drafter: Path, folder: Path) -> Path:
+    """A drafter that gets its own states back as they are before the last norm."""
+    other = load_drafter(drafter, torch.float32, "cpu")
+    other.config = replace(other.config, norm_output=False)
+    folder.mkdir()
+    save_drafter(other, folder)
+    return folder
+
+
+def test_a_served_drafter_accepts_what_the_walk_accepts(sglang_settings, tmp_path):
+    """Of two layers, with both norms of EAGLE-3.1, trained by Muon."""
     torch.set_num_threads(1)
     make_case(tmp_path)
-    run(job(tmp_path, tmp_path / "drafter", layers=2, epochs=40, learning_rate=0.01, ttt_steps=STEPS), train)
+    recipe = {"layers": 2, "fc_norm": True, "norm_output": True, "optimizer": "muon"}
+    run(job(tmp_path, tmp_path / "drafter", **recipe, epochs=40, learning_rate=0.02, ttt_steps=STEPS), train)
     target, drafter = tmp_path / "target", tmp_path / "drafter"
     model = load_target(target, torch.float32, "cpu")
     rows = [(prompt, decode_plain(model, prompt, Limits(frozenset(), TOKENS)).output_ids) for prompt in prompts(tmp_path)]
-    simulated, silent = (
-        simulated_accept_length(target, folder, rows, STEPS, "cpu")
-        for folder in (drafter, without_second_layer(drafter, tmp_path / "silent"))
-    )
-    assert simulated and silent and simulated > silent + 0.05, "the second layer must matter for the rest to say something"
+    others = (without_second_layer(drafter, tmp_path / "silent"), without_norm_of_output(drafter, tmp_path / "older"))
+    simulated, *less = (simulated_accept_length(target, folder, rows, STEPS, "cpu") for folder in (drafter, *others))
+    assert simulated and all(one and simulated > one + 0.05 for one in less), "these parts must matter for the rest to say something"
     options = {"algorithm": "EAGLE3", "draft-model-path": str(drafter), "num-steps": str(STEPS), "eagle-topk": "1"}
     flags = [word for name, value in options.items() for word in (f"--speculative-{name}", value)]
     flags += ["--speculative-num-draft-tokens", str(STEPS + 1), "--dtype", "float32"]

@@ -13,7 +13,10 @@ USE = """```
 ./serve.sh [TARGET] [flags …]   # SGLang, with the flags measured best
 ./check.sh [URL] [TARGET]       # is it served as it was trained?
 ```"""
-RECIPE = ("epochs", "fraction", "batch_tokens", "learning_rate", "ttt_steps", "ttt_decay", "loss", "precision", "warm_start", "start_from")
+RECIPE = (
+    *("epochs", "fraction", "batch_tokens", "optimizer", "learning_rate", "ttt_steps", "ttt_decay", "loss", "precision"),
+    *("layers", "intermediate_size", "fc_norm", "norm_output", "warm_start", "start_from"),
+)
 
 
 def card(run: Run, drafter: Published, cells: Sequence[Cell], chosen: Choice) -> str:

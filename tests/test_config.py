@@ -128,6 +128,10 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             lambda c: c["benchmark"]["variants"]["chain4"].update(engine="sglang", algorithm="STANDALONE"),
             "benchmark.variants.chain4.drafter: STANDALONE drafts with a small language model",
         ),
+        (
+            lambda c: (c["runtime"].update(shard=True), c["drafters"]["eagle3"].update(optimizer="muon")),
+            "drafters.eagle3.optimizer: muon steps by whole matrices",
+        ),
         (lambda c: c["datasets"]["evals"].pop("members"), "datasets.evals.members: missing (a wheel: source needs it)"),
         (lambda c: c["target"].update(source="hub:org/model"), "target.revision: missing"),
     ],

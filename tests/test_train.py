@@ -21,22 +21,9 @@ from scripts.lib.training.packed_step import PackedStep
 from scripts.lib.training.rows import load_rows, place, thinned
 from scripts.lib.training.schedule import PlannedStep
 from scripts.lib.training.trainer import Trainer
-from tests.train_case import job, make_case
+from tests.train_case import job
 
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("case")
-    make_case(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(case: Path) -> Path:
-    """The folder of an uninterrupted run."""
-    torch.set_num_threads(1)
-    run(job(case, case / "once" / "eagle3"), train)
-    return case / "once" / "eagle3"
+pytest_plugins = ["tests.train_parts"]
 
 
 PACKED = {"micro_tokens": 25, "precision": "bfloat16"}

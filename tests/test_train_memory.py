@@ -78,6 +78,9 @@ def test_a_training_that_cannot_fit_is_refused_with_what_would_fit():
         StageError, match=r"needs about 35\.0 GiB .*has 28\.0 GiB free: set micro_tokens to 2048 or .*shard to true with 4 ranks"
     ):
         check_room(sizes, KIMI, 28 * GIB, 8192, 1500)
+    with pytest.raises(StageError, match=r"has 25\.0 GiB free: set micro_tokens to \d+[^,]*$") as refused:
+        check_room(sizes, replace(KIMI, muon=True), 25 * GIB, 8192, 1500)
+    assert "shard" not in str(refused.value), "which Muon is refused with"
     with pytest.raises(StageError, match=r"free: set runtime\.shard to true with 4 ranks$"):
         check_room(sizes, KIMI, 28 * GIB, 8192, 5000)  # a row of 5,000 trained tokens is in one batch
     with pytest.raises(StageError, match="take a GPU with more memory"):

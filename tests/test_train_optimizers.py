@@ -1,7 +1,6 @@
 """Muon beside AdamW: who moves what, that a stopped run goes on bit for bit, and what it cannot be had with."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +10,15 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import run
 from scripts.lib.training.build import train
 from scripts.lib.training.memory import Load, estimate
-from scripts.lib.training.optimizers import optimizers
+from scripts.lib.training.optimizers import move, optimizers
 from tests.test_eagle3_depth import deeper
 from tests.test_train import curve
 from tests.test_train_cases import stopped
 from tests.test_train_memory import sizes_of
 from tests.test_train_packed import drafter  # noqa: F401
-from tests.train_case import job, make_case
+from tests.train_case import job
+
+pytest_plugins = ["tests.train_parts"]
 
 
 def test_muon_moves_the_matrices_inside_and_adamw_the_rest(drafter):  # noqa: F811
@@ -37,33 +38,26 @@ def test_a_step_of_muon_is_as_long_as_one_of_adamw_and_turns_all_directions_alik
     before = drafter.fc.weight.detach().clone()
     for parameter in drafter.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    for part in optimizers(drafter, "muon"):
-        for group in part.param_groups:
-            group["lr"] = 0.01
-        part.step()
+    move(optimizers(drafter, "muon"), 0.01, forget=True)
     step = drafter.fc.weight.detach() - before
     values = torch.linalg.svdvals(step)
     assert values.min() > 0.5 * values.max()
     assert step.square().mean().sqrt() == pytest.approx(0.2 * 0.01, rel=0.3)
 
 
-def test_a_run_with_muon_that_was_stopped_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    torch.set_num_threads(1)
-    make_case(tmp_path)
-    run(job(tmp_path, tmp_path / "whole", optimizer="muon"), train)
-    stopped(job(tmp_path, tmp_path / "stopped", optimizer="muon"), 5, monkeypatch)
-    run(job(tmp_path, tmp_path / "stopped", optimizer="muon"), train)
+def test_a_run_with_muon_that_was_stopped_goes_on_bit_for_bit(case, trained, tmp_path, monkeypatch):
+    run(job(case, tmp_path / "whole", optimizer="muon"), train)
+    stopped(job(case, tmp_path / "stopped", optimizer="muon"), 5, monkeypatch)
+    run(job(case, tmp_path / "stopped", optimizer="muon"), train)
     whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "stopped"))
     assert whole == resumed
-    run(job(tmp_path, tmp_path / "adamw"), train)
-    assert (tmp_path / "adamw" / "model.safetensors").read_bytes() != whole
+    assert (trained / "model.safetensors").read_bytes() != whole
     losses = [row["loss_0"] for row in curve(tmp_path / "whole")]
     assert sum(losses[-3:]) < sum(losses[:3])
 
 
-def test_muon_is_refused_where_ranks_share_the_weights(tmp_path: Path):
-    make_case(tmp_path)
-    wanted = replace(job(tmp_path, tmp_path / "out", optimizer="muon"), runtime={"device": "cpu", "threads": 1, "ranks": 2, "shard": True})
+def test_muon_is_refused_where_ranks_share_the_weights(case, tmp_path):
+    wanted = replace(job(case, tmp_path / "out", optimizer="muon"), runtime={"device": "cpu", "threads": 1, "ranks": 2, "shard": True})
     with pytest.raises(StageError, match=r"drafters\.eagle3\.optimizer is muon.*shard: false"):
         run(wanted, train)
 

@@ -15,14 +15,9 @@ from scripts.lib.ground.stage import Job, run
 from scripts.lib.states.format import write_shard
 from scripts.lib.states.reader import read_shard
 from scripts.lib.training.build import train
-from tests.train_case import job, make_case, publish
+from tests.train_case import job, publish
 
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("case")
-    make_case(root)
-    return root
+pytest_plugins = ["tests.train_parts"]
 
 
 def copy_of(case: Path, to: Path) -> Path:

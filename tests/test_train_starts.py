@@ -1,7 +1,6 @@
 """Stage `train`: what a drafter begins with, from its target or from another drafter."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,22 +11,9 @@ from scripts.lib.eagle3.export import check_target, load_drafter
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import run
 from scripts.lib.training.build import train
-from tests.train_case import job, make_case
+from tests.train_case import job
 
-
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("case")
-    make_case(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(case: Path) -> Path:
-    """The folder of an uninterrupted run."""
-    torch.set_num_threads(1)
-    run(job(case, case / "once" / "eagle3"), train)
-    return case / "once" / "eagle3"
+pytest_plugins = ["tests.train_parts"]
 
 
 def test_warm_start_takes_head_norm_and_last_layer(case, tmp_path):

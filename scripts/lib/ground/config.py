@@ -113,6 +113,8 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     for name, drafter in sorted(config["drafters"].items()):
         if config["hidden"]["mode"] == "rolling" and drafter.get("order", "rows") != "shards":
             yield f"drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)"
+        if config["runtime"].get("shard") and drafter.get("optimizer") == "muon":
+            yield f"drafters.{name}.optimizer: muon steps by whole matrices (runtime.shard: true spreads them over ranks; choose adamw)"
     sources = {f"datasets.{name}": entry for name, entry in config["datasets"].items()}
     sources |= {f"benchmark.tasks.{name}": entry for name, entry in benchmark["tasks"].items()}
     for path, entry in sorted(sources.items()):

@@ -153,6 +153,8 @@ def remedies(sizes: Sizes, load: Load, room: float, micro_tokens: int, longest: 
     again = replace(load, recompute=True)
     if not load.recompute and fit(again):
         yield "runtime.recompute to true"
+    if load.muon:
+        return  # it wants matrices whole
     for start, words in ((load, ""), (again, " and runtime.recompute to true")):
         shards = next((number for number in (2, 4, 8, 16, 32) if number > load.shards and fit(replace(start, shards=number))), None)
         if shards:

@@ -18,10 +18,10 @@ def optimizers(drafter: Drafter, kind: str) -> list[torch.optim.Optimizer]:
     """The optimizers of all weights of `drafter`; each step sets their learning rate."""
     if kind == ADAMW:
         return [adamw(list(drafter.parameters()))]
-    head = drafter.lm_head.weight
-    inner = [parameter for parameter in drafter.parameters() if parameter.dim() == 2 and parameter is not head]
-    taken = {id(parameter) for parameter in inner}
-    rest = [parameter for parameter in drafter.parameters() if id(parameter) not in taken]
+    inner: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
+    for parameter in drafter.parameters():
+        (inner if parameter.dim() == 2 and parameter is not drafter.lm_head.weight else rest).append(parameter)
     return [torch.optim.Muon(inner, lr=0.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"), adamw(rest)]
 
 

@@ -239,7 +239,11 @@ def test_a_difference_is_judged_by_the_target_alone(served, gap, kind):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("dies", "died with code 3 during the job.*illegal memory access"), ("aborts", "ended as abort")]
+    ("fault", "said"),
+    [
+        ("dies", "died with code 3; .*illegal memory access was encountered; finished work is kept: start again"),
+        ("aborts", "ended as abort"),
+    ],
 )
 def test_what_was_measured_before_a_fault_is_kept(served, tmp_path, monkeypatch, fault, said):
     monkeypatch.setattr("scripts.lib.benchmark.blocks.BLOCK_PROMPTS", 2)

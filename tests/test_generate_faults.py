@@ -203,11 +203,13 @@ def test_a_killed_client_goes_on_with_a_real_server(sglang_server: RealServer, t
 
 
 @pytest.mark.sglang
-def test_a_real_server_that_is_killed_twice_comes_back_and_the_run_ends(sglang_settings: ServerSettings, tmp_path: Path) -> None:
+def test_a_real_server_that_is_killed_twice_comes_back_and_serves_the_next_dataset_too(
+    sglang_settings: ServerSettings, tmp_path: Path
+) -> None:
     target = publish_target(tmp_path / "target")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = {"python": sglang_settings.python, "port": port, "start_timeout": sglang_settings.start_timeout}
+    server = {"python": sglang_settings.python, "port": port, "start_timeout": sglang_settings.start_timeout, "linger": 60.0}
     job = fault_job(tmp_path, 60, target, server, max_tokens={"short": 40, "long": 40})
     process = start(job, tmp_path / "log")
     before: Answered = {}
@@ -220,18 +222,25 @@ def test_a_real_server_that_is_killed_twice_comes_back_and_the_run_ends(sglang_s
     process.join()
     log = (tmp_path / "log").read_text()
     assert process.exitcode == 0, log
-    assert log.count("does not answer") >= 2 and log.count("answers again") >= 2
+    assert log.count("does not answer") >= 2 and log.count("answers again") >= 2 and "restart 2 of 5" in log
     check_complete(job, 60, before)
+    other = fault_job(tmp_path / "other", 5, target, server, max_tokens={"short": 40, "long": 40})
+    code, log = finish(other, tmp_path / "other.log")
+    assert code == 0 and not (other.work / "servers").exists(), f"nothing was started for it: {log}"
+    check_complete(other, 5, {})
+    for pid in processes_with(f'"port": {port}'):  # the keeper
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes_with(f"--port {port}"))
 
 
 def processes_with(words: str) -> list[int]:
-    """Processes whose command line holds `words`."""
+    """Processes of servers, or of who keeps them, whose command line holds `words`."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if words in line and "launch" in line:
+        if words in line and ("launch" in line or "keeper" in line):
             found.append(int(path.parent.name))
     return found

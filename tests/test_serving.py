@@ -108,7 +108,7 @@ def test_a_restart_that_cannot_be_tried_is_told(settings, target, tmp_path):
         (tmp_path / "logs/server.log").rename(tmp_path / "old.log")
         (tmp_path / "logs/server.log").mkdir()
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
-        with pytest.raises(StageError, match=r"its server cannot be restarted: .*Is a directory"):
+        with pytest.raises(StageError, match=r"its server cannot be started: .*Is a directory"):
             eventually(running.check)
 
 

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.serving import pool
+from scripts.lib.serving import leaving, pool
 from scripts.lib.serving.claim import Claim, claimed_gpus
 from scripts.lib.serving.health import request
 from scripts.lib.serving.keeper import Keeper, Wanted
-from scripts.lib.serving.pool import pooled
+from scripts.lib.serving.leaving import make_room
+from scripts.lib.serving.pool import pooled, shared
 from tests import serving_parts
 from tests.serving_parts import alive, crash, eventually, pids, with_environment
 
@@ -45,7 +48,8 @@ def folder(monkeypatch):
     with tempfile.TemporaryDirectory() as short:
         monkeypatch.setenv("TMPDIR", short)
         path = Path(short) / f"aerie-{os.getuid()}"
-        monkeypatch.setattr(pool, "lock_folder", lambda: path)
+        for room in (pool, leaving):
+            monkeypatch.setattr(room, "lock_folder", lambda: path)
         yield path
 
 
@@ -129,7 +133,7 @@ def test_one_job_at_a_time_has_the_servers(kept, target, tmp_path):
 def test_a_server_that_dies_is_told_and_started_anew(kept, target, tmp_path):
     with pooled(kept, [wanted(target, tmp_path)]) as lease:
         crash(lease.servers[0].url)
-        with pytest.raises(StageError, match=r"a\.log: the server died with code 3 during the job; its log ends with: RuntimeError: CUDA"):
+        with pytest.raises(StageError, match=r"a\.log: the server died with code 3; its log ends with: RuntimeError: CUDA"):
             lease.check(20.0)
     with pooled(kept, [wanted(target, tmp_path)]) as lease:
         assert request(f"{lease.servers[0].url}/health") == {}
@@ -183,3 +187,108 @@ def test_memory_is_shared_also_with_a_server_that_stayed(settings, target, tmp_p
     finally:
         keeper.end("a")
     assert keeper.memory_fraction(second) == 0.3
+    assert keeper.memory_fraction(replace(first, share=None)) == 0.6, "alone, it has what the config or SGLang gives it"
+
+
+@pytest.fixture
+def manifest(target, tmp_path):
+    """The manifest behind which a target lies."""
+    folder = tmp_path / "published"
+    shutil.copytree(target, folder)
+    (folder / "manifest.json").write_text("{}")
+    return folder / "manifest.json"
+
+
+def test_jobs_that_want_the_same_server_share_one_start(kept, manifest, tmp_path):
+    urls = []
+    for flags in (["--dtype", "float32"], ["--dtype", "float32"], ["--dtype", "bfloat16"]):
+        with shared(kept, manifest, flags, tmp_path) as running:
+            urls += running.urls
+            assert running.version == "0.5.17"
+            running.check()
+    assert urls[0] == urls[1] != urls[2]
+    assert starts(tmp_path) == 2, "another flag is another server"
+
+
+def test_a_shared_server_that_crashes_comes_back_behind_its_url_and_the_job_is_told(kept, manifest, tmp_path, caplog):
+    with shared(kept, manifest, [], tmp_path) as running:
+        for count in (2, 3):
+            crash(running.urls[0])
+            assert eventually(lambda count=count: starts(tmp_path) == count and request(f"{running.urls[0]}/health") == {})
+        running.check()
+    assert "the server died with code 3; its log ends with: RuntimeError: CUDA out of memory; restart 1 of 2 in" in caplog.text
+    with shared(kept, manifest, [], tmp_path) as again:
+        assert (again.urls, starts(tmp_path)) == (running.urls, 3)
+
+
+def test_a_shared_server_that_keeps_crashing_is_given_up_and_the_next_job_starts_it_anew(kept, manifest, tmp_path):
+    broken = with_environment(kept, STUB_FAIL="2,3", STUB_ERROR="torch.OutOfMemoryError: 80 GiB wanted")
+    said = r"OutOfMemoryError: 80 GiB wanted \(crash 3 in a row, runtime.server.restarts allows 2\)"
+    with pytest.raises(StageError, match=said), shared(broken, manifest, [], tmp_path) as running:
+        crash(running.urls[0])
+        eventually(running.check)
+    with shared(broken, manifest, [], tmp_path) as running:
+        assert request(f"{running.urls[0]}/health") == {}
+
+
+def test_a_shared_server_listens_on_the_port_of_the_config(kept, manifest, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with shared(replace(kept, port=port), manifest, [], tmp_path) as running:
+        assert running.urls == (f"http://127.0.0.1:{port}",)
+
+
+def test_servers_of_others_are_attached_to(kept, manifest, tmp_path):
+    with shared(kept, manifest, [], tmp_path) as own, shared(replace(kept, urls=own.urls), manifest, [], tmp_path) as running:
+        assert running.urls == own.urls
+    assert starts(tmp_path) == 1
+
+
+@pytest.fixture
+def on_gpu(kept, tmp_path, monkeypatch):
+    """Settings of a machine with one GPU."""
+    monkeypatch.setenv("STUB_GPUS", f"GPU-{tmp_path.name}")
+    monkeypatch.setattr("scripts.lib.serving.claim.WAIT_SECONDS", 0.0)
+    return replace(with_environment(kept, STUB_GPUS=f"GPU-{tmp_path.name}"), device="cuda")
+
+
+def test_a_job_that_computes_on_the_gpu_ends_servers_that_wait_there(on_gpu, manifest, tmp_path, folder):
+    with shared(on_gpu, manifest, [], tmp_path):
+        servers = pids(tmp_path)
+    make_room("cpu")
+    assert all(map(alive, servers))
+    make_room("cuda")
+    assert not any(map(alive, servers))
+    with claimed_gpus(on_gpu, folder) as claim:
+        assert len(claim.gpus) == 1, "free at once, not after `linger`"
+
+
+def test_servers_of_other_gpus_and_of_a_cpu_stay(kept, on_gpu, manifest, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with shared(on_gpu, manifest, [], tmp_path):
+        servers = pids(tmp_path)
+    with shared(kept, manifest, [], tmp_path):
+        servers += pids(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    make_room("cuda")
+    assert len(set(servers)) == 4 and all(map(alive, servers))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    make_room("cuda")
+    assert [alive(pid) for pid in servers] == [False, False, True, True]
+
+
+def test_servers_that_a_job_asks_stay_with_a_warning(on_gpu, manifest, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(leaving, "ANSWER_SECONDS", 0.3)
+    with shared(on_gpu, manifest, [], tmp_path) as running:
+        make_room("cuda")
+        assert "another job asks the servers there; their share of GPU memory is not free" in caplog.text
+        running.check()
+    with shared(on_gpu, manifest, [], tmp_path):
+        assert starts(tmp_path) == 1, "nobody waits for it to leave any more"
+
+
+def test_other_settings_do_not_wait_for_the_servers_of_those_before(on_gpu, manifest, tmp_path):
+    with shared(on_gpu, manifest, [], tmp_path):
+        servers = pids(tmp_path)
+    with shared(replace(on_gpu, restarts=1), manifest, [], tmp_path):
+        assert not any(map(alive, servers))

@@ -19,6 +19,7 @@ from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.stage import Job
+from scripts.lib.serving.leaving import make_room
 from scripts.lib.speculation.decoding import ChainRun, PlainRun, decode_chain, decode_plain
 from scripts.lib.speculation.figures import histogram
 from scripts.lib.speculation.limits import Limits
@@ -80,6 +81,7 @@ def chain_answer(run: ChainRun, draft_steps: int) -> Answer:
 
 def measure_in_process(job: Job, settings: Settings, prompts: Sequence[Prompt], template: ChatTemplate, folder: Path) -> Measured:
     """All pairs, of a loop that shares nothing but the model with a server."""
+    make_room(job.runtime["device"])
     torch.set_num_threads(job.runtime["threads"])
     bench = load_bench(job, settings, template)
     return Measured(measure(bench, prompts, settings.repeats, folder))

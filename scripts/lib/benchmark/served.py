@@ -20,7 +20,7 @@ from scripts.lib.doctor.findings import Finding, refuse
 from scripts.lib.doctor.preflight import preflight
 from scripts.lib.doctor.served import after_start, canary
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import canonical, sha256_file, sha256_text, write_json
+from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.stage import Job
 from scripts.lib.serving.asking import get, request
@@ -31,6 +31,7 @@ from scripts.lib.serving.settings import ServerSettings
 from scripts.lib.speculation.verdict import Verdict
 
 CANARY_PROMPTS = 4
+STARTED_OTHERWISE = "change algorithm, attention_backend or flags of the variant, or runtime.server, or leave the variant out"
 DEATH_SECONDS = 3.0  # a broken connection is seen before the process is gone
 IDLE_SECONDS = 60  # of the longest step that a server may still have under way
 Asked = tuple[Pair, tuple[int, ...]]  # a pair, and the prompt that the target alone was given
@@ -64,10 +65,8 @@ class Served:
         return {VARIANT: self._wanted(speculative, self.drafter.identity if self.drafter else ""), BASELINE: self._wanted(plain, "")}
 
     def _wanted(self, flags: Sequence[str], drafter: str) -> Wanted:
-        target = self.job.input("target")
-        key = sha256_text(canonical([str(target.resolve()), sha256_file(target), list(flags), drafter]))[:16]
-        log_file = self.job.work / "servers" / f"{key}.log"
-        return Wanted(key, str(target.parent.resolve()), flags, str(log_file.resolve()), 0.5 if self.server.side_by_side else 1.0)
+        share = 0.5 if self.server.side_by_side else 1.0
+        return replace(Wanted.of(self.job.input("target"), flags, self.job.work, share, drafter), remedy=STARTED_OTHERWISE)
 
     def look(self, way: str, running: Found, flags: Sequence[str]) -> "Seen":
         """A server that is up, with what the doctor finds in the one with drafts. StageError for what would make figures wrong."""

@@ -22,7 +22,7 @@ from scripts.lib.generation.settings import GenerateSettings
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest
 from scripts.lib.ground.stage import Job, Result
-from scripts.lib.serving.server import server
+from scripts.lib.serving.pool import shared
 from scripts.lib.serving.settings import ServerSettings
 from scripts.lib.watching.observed import Plan
 from scripts.lib.watching.watcher import Watcher
@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 def generate_served(job: Job, settings: GenerateSettings, folder: Path) -> Result:
     """Let the servers write every turn, one row out per turn or one in `failed.parquet`.
 
-    No server is started when an earlier attempt got all answers. Raises StageError when too many turns failed, or all.
+    Jobs of several datasets share one server, one after the other. None is started when an earlier attempt got all answers.
+    Raises StageError when too many turns failed, or all.
     """
     target = job.input("target").parent
     policy = Policy.of(job.runtime)
@@ -44,7 +45,7 @@ def generate_served(job: Job, settings: GenerateSettings, folder: Path) -> Resul
     if work.complete:
         uvloop.run(work.answer((), lambda: None, watcher))
     else:
-        with watcher, server(ServerSettings.of(job.runtime), target, folder / "partial" / "server.log", server_flags(settings)) as running:
+        with watcher, shared(ServerSettings.of(job.runtime), job.input("target"), server_flags(settings), job.work) as running:
             uvloop.run(work.answer(running.urls, running.check, watcher))
     return published(job, folder, work, watcher)
 

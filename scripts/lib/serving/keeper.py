@@ -2,51 +2,68 @@
 
 Run as a program by `pool`: `python -m scripts.lib.serving.keeper SOCKET SETTINGS`. It holds the GPUs, starts what a job asks for, ends
 what the next job does not want, and serves one job at a time: a second one waits at the socket, as two would spoil each other's figures.
-A job is there as long as its connection is, however it ends. After `linger` seconds without a job the keeper ends its servers and itself;
-when it is killed, the guardian of each server ends that.
+A job is there as long as its connection is, however it ends. After `linger` seconds without a job the keeper ends its servers and itself,
+and before that when a job wants the GPUs for itself (`leaving`); when it is killed, the guardian of each server ends that.
 
-A job sends one line, `{"wanted": [...], "one": false}`, and gets one back, `{"servers": [...]}` or `{"error": "..."}`; a second line with
-an error follows when a server dies under it. With `one` it gets the one of them that runs already, else the first.
+A job sends one line, `{"wanted": [...], "one": false}`, and gets one back, `{"servers": [...]}` or `{"error": "..."}`. With `one` it gets
+the one of them that runs already, else the first. Lines that follow: a `warning` when a server died and is started again, an `error` when
+it is gone for good. `{"leave": GPUS}` is answered with `{"leaving": true}` by a keeper that holds one of these GPUs, and it ends.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
-import select
 import socket
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.serving.asking import healthy
+from scripts.lib.ground.files import canonical, sha256_file, sha256_text
 from scripts.lib.serving.claim import Claim, claimed_gpus
 from scripts.lib.serving.launch import free_port, launch, url_of
 from scripts.lib.serving.process import ServerProcess
 from scripts.lib.serving.settings import ServerSettings
+from scripts.lib.serving.supervisor import Supervisor
+from scripts.lib.serving.talking import gone, received, tell
 
 log = logging.getLogger(__name__)
-HEALTH_SECONDS, POLL_SECONDS = 5.0, 0.2
+POLL_SECONDS = 0.2
+SHORTEST_LINGER = 1.0  # the job that starts a keeper has to reach it
 # Of the memory of a GPU, over all servers on it at a time; the rest is for activations, CUDA graphs and what the job itself computes.
 MEMORY_FRACTION = 0.8
 NO_MEMORY = re.compile(r"(?:out of|not enough) memory", re.IGNORECASE)
+FINISHED = "finished work is kept: start again when the cause is gone"
 CROWDED = "two copies of the target may not fit: set runtime.server.side_by_side to false"
-STARTED_OTHERWISE = "change algorithm, attention_backend or flags of the variant, or runtime.server, or leave the variant out"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A server that a job wants: `key` names all that decides what it serves, `share` is its part of the memory for servers."""
+    """A server that a job wants. `key` names all that decides what it serves.
+
+    `share` is its part of the memory for servers; None leaves that to SGLang, for a server that is alone. It listens on `port`, 0 for a
+    free one, and is started again after a crash up to `restarts` times in a row. `remedy` is what may help when it does not start.
+    """
 
     key: str
     target: str
     flags: Sequence[str]
     log: str
-    share: float
+    share: float | None
+    port: int = 0
+    restarts: int = 0
+    remedy: str = "change runtime.server"
+
+    @classmethod
+    def of(cls, manifest: Path, flags: Sequence[str], work: Path, share: float | None, drafter: str = "") -> "Wanted":
+        """A server of the target behind `manifest`, and of the drafter with these digests; its log lies in `work`."""
+        manifest = manifest.resolve()
+        key = sha256_text(canonical([str(manifest), sha256_file(manifest), list(flags), drafter]))[:16]
+        return cls(key, str(manifest.parent), flags, str((work / "servers" / f"{key}.log").resolve()), share)
 
 
 @dataclass(frozen=True)
@@ -60,29 +77,34 @@ class Found:
 
 
 class Kept:
-    """A server and what became of its start."""
+    """A server that was wanted, and the job that hears of its crashes."""
 
-    def __init__(self, wanted: Wanted, url: str, command: Sequence[str], process: ServerProcess) -> None:
-        self.wanted, self.url, self.command, self.process = wanted, url, command, process
-        self.begin = time.monotonic()
-        self.start_seconds: float | None = None
+    def __init__(self, wanted: Wanted, url: str, command: Sequence[str], start: Callable[[], ServerProcess], start_timeout: float) -> None:
+        self.wanted, self.url, self.command = wanted, url, command
+        self.job: socket.socket | None = None
+        self.supervisor = Supervisor(url, start, start_timeout, wanted.restarts, self.warn)
+        self.supervisor.begin()
 
-    def death(self) -> str | None:
-        """What ended the server; None while it runs."""
-        code = self.process.exit_code()
-        if code is None:
-            return None
-        words = self.process.last_error()
-        if self.start_seconds is not None:
-            return f"{self.process.log}: the server died with code {code} during the job; its log ends with: {words}"
-        crowded = NO_MEMORY.search(words) and self.wanted.share < 1
-        remedy = CROWDED if crowded else STARTED_OTHERWISE
-        return f"{self.process.log}: the server died with code {code} before it was healthy; its log ends with: {words}; {remedy}"
+    def warn(self, words: str) -> None:
+        """Tell the job that the server died and is started again."""
+        log.warning("%s", words)
+        if self.job is not None:
+            tell(self.job, {"warning": words})
+
+    def up(self) -> bool:
+        """Whether the server is there. Raises StageError, with what may help at a start, when it is gone for good."""
+        try:
+            return self.supervisor.up()
+        except StageError as error:
+            if self.supervisor.start_seconds is not None:
+                raise StageError(f"{error}; {FINISHED}") from error
+            crowded = NO_MEMORY.search(str(error)) and (self.wanted.share or 1) < 1
+            raise StageError(f"{error}; {CROWDED if crowded else self.wanted.remedy}") from error
 
     def found(self) -> Found:
         """What the job is told."""
-        assert self.start_seconds is not None
-        return Found(self.wanted.key, self.url, self.command, round(self.start_seconds, 1))
+        assert self.supervisor.start_seconds is not None
+        return Found(self.wanted.key, self.url, self.command, round(self.supervisor.start_seconds, 1))
 
 
 class Keeper:
@@ -92,103 +114,76 @@ class Keeper:
         self.settings, self.claim = settings, claim
         self.kept: dict[str, Kept] = {}
 
-    def serve(self, job: socket.socket) -> None:
-        """Give one job what it wants and stay with it until it goes or one of its servers dies."""
-        line = read_line(job)
-        if not line:
-            return
-        asked = json.loads(line)
-        wanted = self.chosen([Wanted(**entry) for entry in asked["wanted"]], asked["one"])
+    def serve(self, job: socket.socket) -> bool:
+        """Do what one job asks, until it goes; whether to wait for the next one."""
+        asked = received(job)
+        if asked is None:
+            return True
+        if "leave" in asked:
+            leaving = not gone(job) and self.holds(asked["leave"])
+            tell(job, {"leaving": leaving})
+            return not leaving
+        self.end_failed()
+        self.lend(job, self.chosen([Wanted(**entry) for entry in asked["wanted"]], asked["one"]))
+        self.end_failed()
+        return True
+
+    def holds(self, gpus: str | None) -> bool:
+        """Whether the servers are on GPUs of which some are in the CUDA_VISIBLE_DEVICES `gpus`, which is all where it is not set."""
+        own = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return not own or not gpus or bool(set(own.split(",")) & set(gpus.split(",")))
+
+    def lend(self, job: socket.socket, wanted: Sequence[Wanted]) -> None:
+        """Give one job what it wants and stay with it until it goes or one of its servers is gone for good."""
         for key in set(self.kept) - {server.key for server in wanted}:
             self.end(key)
-        for server in wanted:
-            problem = self.up(server, job)
-            if gone(job):
-                return
-            if problem:
-                tell(job, {"error": problem})
-                return
-        tell(job, {"servers": [asdict(self.kept[server.key].found()) for server in wanted]})
-        while not gone(job, POLL_SECONDS):
+        try:
             for server in wanted:
-                if problem := self.kept[server.key].death():
-                    self.end(server.key)
-                    tell(job, {"error": problem})
-                    return
+                kept = self.kept.get(server.key) or self.start(server)
+                kept.job = job
+                while not kept.up():
+                    if gone(job, POLL_SECONDS):
+                        return
+            tell(job, {"servers": [asdict(self.kept[server.key].found()) for server in wanted]})
+            while not gone(job, POLL_SECONDS):
+                for server in wanted:
+                    self.kept[server.key].up()
+        except StageError as error:
+            tell(job, {"error": str(error)})
 
     def chosen(self, wanted: Sequence[Wanted], one: bool) -> Sequence[Wanted]:
         """The servers to have up: all that are `wanted`, or `one` of them."""
         if not one:
             return wanted
-        running = [server for server in wanted if server.key in self.kept and not self.kept[server.key].death()]
-        return (running or wanted)[:1]
-
-    def up(self, wanted: Wanted, job: socket.socket) -> str | None:
-        """Have `wanted` running and healthy; what went wrong instead, None also when the job has gone meanwhile."""
-        if wanted.key in self.kept and self.kept[wanted.key].death():
-            self.end(wanted.key)
-        kept = self.kept.get(wanted.key) or self.start(wanted)
-        while kept.start_seconds is None and not gone(job, POLL_SECONDS):
-            problem = kept.death()
-            seconds = time.monotonic() - kept.begin
-            if not problem and seconds > self.settings.start_timeout:
-                limit = f"runtime.server.start_timeout {self.settings.start_timeout:.0f} s"
-                problem = f"{kept.process.log}: the server was not healthy within {limit}; its log ends with: {kept.process.last_error()}"
-            if problem:
-                self.end(wanted.key)
-                return problem
-            if healthy(kept.url, HEALTH_SECONDS):
-                kept.start_seconds = time.monotonic() - kept.begin
-                log.info("%s is healthy after %.0f s", kept.url, kept.start_seconds)
-        return None
+        return ([server for server in wanted if server.key in self.kept] or wanted)[:1]
 
     def start(self, wanted: Wanted) -> Kept:
-        """A new process for `wanted`."""
-        port = free_port(self.settings.host)
+        """A new server for `wanted`, being started."""
+        port = wanted.port or free_port(self.settings.host)
         settings = replace(self.settings, memory_fraction=self.memory_fraction(wanted))
-        start = launch(settings, Path(wanted.target), port, wanted.flags, self.claim.visible)
-        process = ServerProcess(start, Path(wanted.log), self.claim.locks)
-        kept = self.kept[wanted.key] = Kept(wanted, url_of(self.settings.host, port), start.command, process)
+        how = launch(settings, Path(wanted.target), port, wanted.flags, self.claim.visible)
+        start = functools.partial(ServerProcess, how, Path(wanted.log), self.claim.locks)
+        url = url_of(self.settings.host, port)
+        kept = self.kept[wanted.key] = Kept(wanted, url, how.command, start, self.settings.start_timeout)
         return kept
 
     def memory_fraction(self, wanted: Wanted) -> float | None:
         """`--mem-fraction-static` of a new server: SGLang means what is free at its start, so what others hold is left out."""
-        if self.settings.on_cpu:
+        if self.settings.on_cpu or wanted.share is None:
             return self.settings.memory_fraction
         whole = self.settings.memory_fraction or MEMORY_FRACTION
-        held = whole * sum(kept.wanted.share for kept in self.kept.values())
+        held = whole * sum(kept.wanted.share or 1 for kept in self.kept.values())
         return round(whole * wanted.share / (1 - held), 3)
+
+    def end_failed(self) -> None:
+        """Forget servers that are gone for good."""
+        for key in [key for key, kept in self.kept.items() if kept.supervisor.failed]:
+            self.end(key)
 
     def end(self, key: str) -> None:
         """End one server; its memory is free afterwards."""
         log.info("ending %s", self.kept[key].url)
-        self.kept.pop(key).process.end()
-
-
-def read_line(job: socket.socket) -> str:
-    """One line that the job sends; empty when it has gone."""
-    data = b""
-    while not data.endswith(b"\n"):
-        part = job.recv(65536)
-        if not part:
-            return ""
-        data += part
-    return data.decode()
-
-
-def gone(job: socket.socket, seconds: float = 0.0) -> bool:
-    """Whether the job's connection ends within `seconds`; it sends nothing after its first line."""
-    ready, _, _ = select.select([job], [], [], seconds)
-    try:
-        return bool(ready) and not job.recv(1)
-    except OSError:
-        return True
-
-
-def tell(job: socket.socket, reply: object) -> None:
-    """Send one line; a job that has gone hears nothing."""
-    with contextlib.suppress(OSError):
-        job.sendall(json.dumps(reply).encode() + b"\n")
+        self.kept.pop(key).supervisor.close()
 
 
 def listen(path: Path) -> socket.socket:
@@ -201,15 +196,17 @@ def listen(path: Path) -> socket.socket:
 
 
 def main(path: Path, settings: ServerSettings) -> None:
-    """Serve jobs one after the other until none came for `linger` seconds. StageError when the GPUs cannot be had."""
-    with claimed_gpus(settings) as claim, contextlib.closing(listen(path)) as listening:
+    """Serve jobs one after the other until none came for `linger` seconds, or one wants the GPUs. StageError when they cannot be had."""
+    with contextlib.ExitStack() as waiting, claimed_gpus(settings) as claim, contextlib.closing(listen(path)) as listening:
         keeper = Keeper(settings, claim)
-        listening.settimeout(settings.linger)
+        listening.settimeout(max(settings.linger, SHORTEST_LINGER))
         try:
             while True:
                 job, _ = listening.accept()
-                with job:
-                    keeper.serve(job)
+                if not keeper.serve(job):
+                    waiting.enter_context(job)  # who wants the GPUs learns by the end of the connection that they are free
+                    break
+                job.close()
         except TimeoutError:
             log.info("no job for %.0f s", settings.linger)
         finally:

@@ -1,4 +1,7 @@
-"""`with pooled(...) as lease`: servers for one job alone, that outlive it for a while, for the next job that wants the same."""
+"""`with shared(...) as running`: a server for one job alone that outlives it for a while, for the next job that wants the same.
+
+`with pooled(...) as lease` is the same for a choice of several servers.
+"""
 
 import contextlib
 import fcntl
@@ -10,18 +13,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import canonical, sha256_file, sha256_text
 from scripts.lib.ground.provenance import ROOT
 from scripts.lib.serving import keeper
 from scripts.lib.serving.claim import WAIT_SECONDS, lock_folder
-from scripts.lib.serving.keeper import Found, Wanted, tell
+from scripts.lib.serving.keeper import Found, Wanted
+from scripts.lib.serving.leaving import make_room
+from scripts.lib.serving.running import Running, Started
+from scripts.lib.serving.server import attached, checked_version
 from scripts.lib.serving.settings import ServerSettings
+from scripts.lib.serving.talking import connection_to, received, tell
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
@@ -35,13 +41,34 @@ class Lease:
 
     servers: tuple[Found, ...]
     connection: socket.socket
+    failure: StageError | None = None
 
     def check(self, seconds: float = 0.0) -> None:
-        """Raises StageError with the last words of a server that died, if the keeper sees that within `seconds`."""
-        ready, _, _ = select.select([self.connection], [], [], seconds)
-        if ready:
-            reply = received(self.connection)
-            raise StageError(reply["error"] if reply else "the keeper of the servers was killed; start again, finished work is kept")
+        """Log restarts. Raises StageError with the last words of a server that is gone for good, if that is seen within `seconds`."""
+        while self.failure is None and select.select([self.connection], [], [], seconds)[0]:
+            said = received(self.connection) or {"error": "the keeper of the servers was killed; start again, finished work is kept"}
+            if "error" in said:
+                self.failure = StageError(said["error"])
+            else:
+                log.warning("%s", said["warning"])
+        if self.failure is not None:
+            raise self.failure
+
+
+@contextlib.contextmanager
+def shared(settings: ServerSettings, manifest: Path, flags: Sequence[str], work: Path) -> Iterator[Running]:
+    """The servers of `settings.urls`, or one of the target behind `manifest` that jobs which want the same share one after the other.
+
+    Its log lies in `work`, and it comes back behind the same URL after a crash. It outlives this process by `settings.linger` seconds.
+    Raises StageError when a server does not become healthy or serves something else, with the last error of the log.
+    """
+    if settings.urls:
+        yield attached(settings, manifest.parent)
+        return
+    wanted = replace(Wanted.of(manifest, flags, work, share=None), port=settings.port, restarts=settings.restarts)
+    with pooled(settings, [wanted]) as lease:
+        url = lease.servers[0].url
+        yield Started((url,), checked_version(url, manifest.parent), lease.check)
 
 
 @contextlib.contextmanager
@@ -69,7 +96,7 @@ def pooled(settings: ServerSettings, wanted: Sequence[Wanted], one: bool = False
 def socket_path(settings: ServerSettings) -> Path:
     """Where the keeper for `settings` listens: one for each set of GPUs, copy of the project, and version of its code."""
     parts = [asdict(settings), os.environ.get("CUDA_VISIBLE_DEVICES"), str(ROOT), sha256_file(Path(keeper.__file__))]
-    return lock_folder() / f"keeper-{sha256_text(canonical(parts))[:16]}.sock"
+    return lock_folder() / f"keeper-{'cpu' if settings.on_cpu else 'gpu'}-{sha256_text(canonical(parts))[:16]}.sock"
 
 
 def log_path(path: Path) -> Path:
@@ -87,6 +114,7 @@ def connected(path: Path, settings: ServerSettings) -> socket.socket:
 
 def started(path: Path, settings: ServerSettings) -> socket.socket:
     """A connection to a new keeper, which outlives this process."""
+    make_room(settings.device)
     with log_path(path).open("w") as log_file:
         process = subprocess.Popen(
             [sys.executable, "-m", keeper.__name__, str(path), json.dumps(asdict(settings))],
@@ -104,29 +132,3 @@ def started(path: Path, settings: ServerSettings) -> socket.socket:
             raise StageError(words.removeprefix("ERROR "))
         time.sleep(POLL_SECONDS)
     return connection
-
-
-def connection_to(path: Path) -> socket.socket | None:
-    """A connection to whoever listens at `path`; None when nobody does."""
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(str(path))
-    except (FileNotFoundError, ConnectionRefusedError):
-        connection.close()
-        return None
-    return connection
-
-
-def received(connection: socket.socket) -> Mapping[str, Any] | None:
-    """The keeper's next line, None when it ended without one."""
-    line = b""
-    while not line.endswith(b"\n"):
-        try:
-            byte = connection.recv(1)  # no more than the line: the next one is for the next call
-        except OSError:
-            return None
-        if not byte:
-            return None
-        line += byte
-    reply: Mapping[str, Any] = json.loads(line)
-    return reply

@@ -12,6 +12,7 @@ from scripts.lib.serving.asking import healthy
 from scripts.lib.serving.claim import claimed_gpus
 from scripts.lib.serving.health import check_target, served, warn_if_untried
 from scripts.lib.serving.launch import free_port, launch, url_of
+from scripts.lib.serving.leaving import make_room
 from scripts.lib.serving.process import ServerProcess
 from scripts.lib.serving.running import HEALTH_SECONDS, Attached, Running, Started
 from scripts.lib.serving.settings import ServerSettings
@@ -32,6 +33,7 @@ def server(settings: ServerSettings, target: Path, log_file: Path, extra: Sequen
     if settings.urls:
         yield attached(settings, target)
         return
+    make_room(settings.device)
     with claimed_gpus(settings) as claim:
         port = settings.port or free_port(settings.host)
         url = url_of(settings.host, port)

@@ -19,23 +19,41 @@ EXIT_POLL_SECONDS = 0.5
 class Supervisor:
     """One server behind one URL.
 
-    `start` gives a new process. The thread that watches it is the only one to replace it; `failure` is set once, when it gives up.
+    `start` gives a new process. A thread starts it and is the only one to replace it; `failure` is set once, when it gives up.
+    A server that was never healthy is not started again. `warn` hears of every restart.
     """
 
-    def __init__(self, url: str, start: Callable[[], ServerProcess], start_timeout: float, restarts: int) -> None:
-        self.url, self._start = url, start
+    def __init__(
+        self,
+        url: str,
+        start: Callable[[], ServerProcess],
+        start_timeout: float,
+        restarts: int,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
+        self.url, self._start, self._warn = url, start, warn
         self._start_timeout, self._restarts = start_timeout, restarts
-        self._ending = threading.Event()
+        self.start_seconds: float | None = None
+        self._settled, self._ending = threading.Event(), threading.Event()  # settled: the server is up, or is gone for good
         self._failure: StageError | None = None
         self._process: ServerProcess | None = None
         self._thread = threading.Thread(target=self._watch, name=f"supervisor of {url}", daemon=True)
 
+    def begin(self) -> None:
+        """Start the server."""
+        self._thread.start()
+
+    def up(self, seconds: float = 0.0) -> bool:
+        """Whether the server is there, waited for up to `seconds`. Raises StageError with the log's last error when it cannot be."""
+        settled = self._settled.wait(seconds)
+        self.check()
+        return settled
+
     def open(self) -> None:
         """Start the server and wait for its health. Raises StageError with the log's last error when it dies or takes too long."""
-        problem = self._launch()
-        if problem:
-            raise StageError(problem)
-        self._thread.start()
+        self.begin()
+        while not self.up(HEALTH_SECONDS):
+            pass
 
     def close(self) -> None:
         """End the server, also in the middle of a start."""
@@ -44,6 +62,11 @@ class Supervisor:
             self._thread.join()
         if self._process:
             self._process.end()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the server is gone for good."""
+        return self._failure is not None
 
     def check(self) -> None:
         """Raise the StageError with which the watch ended, if it has."""
@@ -58,7 +81,9 @@ class Supervisor:
             if (code := process.exit_code()) is not None:
                 return f"{process.log}: the server died with code {code} before it was healthy; its log ends with: {process.last_error()}"
             if healthy(self.url, HEALTH_SECONDS):
-                log.info("%s is healthy after %.0f s", self.url, time.monotonic() - begin)
+                seconds = time.monotonic() - begin
+                log.info("%s is healthy after %.0f s", self.url, seconds)
+                self.start_seconds = self.start_seconds or seconds
                 return None
             if time.monotonic() - begin > self._start_timeout:
                 process.end()
@@ -68,25 +93,34 @@ class Supervisor:
         return None
 
     def _watch(self) -> None:
-        """Keep the server up; what stops that, the client learns by `check`."""
+        """Start the server and keep it up; what stops that, the client learns by `check`."""
         try:
+            if problem := self._launch():
+                raise StageError(problem)
+            self._settled.set()
             self._keep_up()
-        except (StageError, OSError) as error:
-            self._failure = StageError(f"{self.url}: its server cannot be restarted: {error}")
+        except StageError as error:
+            self._failure = error
+        except OSError as error:
+            self._failure = StageError(f"{self.url}: its server cannot be started: {error}")
+        self._settled.set()
 
     def _keep_up(self) -> None:
         """Replace every process that dies, until the end. Raises StageError after too many crashes in a row."""
         crashes, problem = 0, self._death()
         while problem:
+            self._settled.clear()
             crashes += 1
             if crashes > self._restarts:
-                raise StageError(f"{problem} (crash {crashes} in a row, runtime.server.restarts allows {self._restarts})")
+                limit = f" (crash {crashes} in a row, runtime.server.restarts allows {self._restarts})" if self._restarts else ""
+                raise StageError(f"{problem}{limit}")
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (crashes - 1), LONGEST_PAUSE_SECONDS)
-            log.warning("%s; restart %s of %s in %.0f s", problem, crashes, self._restarts, pause)
+            self._warn(f"{problem}; restart {crashes} of {self._restarts} in {pause:.0f} s")
             if self._ending.wait(pause):
                 return
             problem = self._launch()
             if problem is None:
+                self._settled.set()
                 begin = time.monotonic()
                 problem = self._death()
                 crashes = 0 if time.monotonic() - begin > STEADY_SECONDS else crashes

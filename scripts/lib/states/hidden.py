@@ -18,6 +18,7 @@ from scripts.lib.ground.manifest import Counts, Manifest, read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.provenance import code
 from scripts.lib.ground.stage import Job, Result
+from scripts.lib.serving.leaving import make_room
 from scripts.lib.states.budget import Budget
 from scripts.lib.states.capture import Batching
 from scripts.lib.states.finishing import workers, written
@@ -101,6 +102,7 @@ def hidden(job: Job, folder: Path) -> Result:
     In the rolling mode only those of held-out rows: the manifest plans the others. Raises StageError when the disk has no room for
     them, no row is left, or the engine fails a check.
     """
+    make_room(job.runtime["device"])
     dump = Dump.of(job, folder)
     plans, writer, rejected = dump.kept, dump.writer, dump.rejected
     receipts = {plan.name: receipt for plan in plans if (receipt := writer.receipt(plan))}

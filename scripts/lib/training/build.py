@@ -10,6 +10,7 @@ from scripts.lib.eagle3.export import load_drafter
 from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job, Result
+from scripts.lib.serving.leaving import make_room
 from scripts.lib.training import ranks
 from scripts.lib.training.checkpoints import has_state
 from scripts.lib.training.curves import write_curves
@@ -26,6 +27,7 @@ from scripts.lib.training.trainer import GOAL, Trainer, best_of
 
 def train(job: Job, folder: Path) -> Result:
     """Train one drafter on the train rows, measure it on the held-out rows, export the last weights."""
+    make_room(job.runtime["device"])
     count = job.runtime.get("ranks", 1)
     with dumping(job, folder):
         if launched():

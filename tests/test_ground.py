@@ -236,7 +236,7 @@ def test_a_result_depends_on_no_code_that_decides_no_byte_of_it():
         for stage in ("generate", "train")
     }
     assert {"generation", "serving"} <= rooms["generate"] and "training" in rooms["train"]
-    assert "watching" not in rooms["generate"] and not rooms["train"] & {"watching", "serving"}
+    assert "watching" not in rooms["generate"] and not rooms["train"] & {"watching", "serving", "sharing"}
 
 
 def test_progress_writes_rate_and_eta(tmp_path, caplog):

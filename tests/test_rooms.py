@@ -11,7 +11,7 @@ REPO = Path(__file__).parents[1]
 LIB = REPO / "scripts/lib"
 FLOORS = [
     {"ground"},
-    {"chat", "sources", "fixtures", "watching"},
+    {"chat", "sources", "fixtures", "watching", "sharing"},
     {"targets", "formats", "engines", "serving"},
     {"eagle3", "states", "generation", "mixing", "vocabulary", "inspecting"},
     {"training", "speculation", "calibrating"},

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.serving import leaving, pool
+from scripts.lib.serving import pool
 from scripts.lib.serving.claim import Claim, claimed_gpus
 from scripts.lib.serving.health import request
 from scripts.lib.serving.keeper import Keeper, Wanted
-from scripts.lib.serving.leaving import make_room
 from scripts.lib.serving.pool import pooled, shared
+from scripts.lib.sharing import leaving
+from scripts.lib.sharing.leaving import make_room
 from tests import serving_parts
 from tests.serving_parts import alive, crash, eventually, pids, with_environment
 

@@ -19,7 +19,7 @@ from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.stage import Job
-from scripts.lib.serving.leaving import make_room
+from scripts.lib.sharing.leaving import make_room
 from scripts.lib.speculation.decoding import ChainRun, PlainRun, decode_chain, decode_plain
 from scripts.lib.speculation.figures import histogram
 from scripts.lib.speculation.limits import Limits

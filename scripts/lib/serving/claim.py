@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TextIO
 
 from scripts.lib.ground.errors import StageError
 from scripts.lib.serving.settings import ServerSettings
+from scripts.lib.sharing.meeting import lock_folder
 
 log = logging.getLogger(__name__)
 WAIT_SECONDS = 120.0  # a server whose aerie was killed is just being ended, and then its GPU is free
@@ -77,11 +77,6 @@ def claimed_gpus(settings: ServerSettings, folder: Path | None = None) -> Iterat
         )
     with contextlib.ExitStack() as stack:
         yield hold(gpus, wanted, folder or lock_folder(), stack)
-
-
-def lock_folder() -> Path:
-    """The folder that all of this user's runs on this machine share."""
-    return Path(tempfile.gettempdir()) / f"aerie-{os.getuid()}"
 
 
 def hold(gpus: list[Gpu], wanted: int, folder: Path, stack: contextlib.ExitStack) -> Claim:

@@ -29,7 +29,7 @@ from scripts.lib.serving.launch import free_port, launch, url_of
 from scripts.lib.serving.process import ServerProcess
 from scripts.lib.serving.settings import ServerSettings
 from scripts.lib.serving.supervisor import Supervisor
-from scripts.lib.serving.talking import gone, received, tell
+from scripts.lib.sharing.talking import gone, received, tell
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2

@@ -21,13 +21,14 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import canonical, sha256_file, sha256_text
 from scripts.lib.ground.provenance import ROOT
 from scripts.lib.serving import keeper
-from scripts.lib.serving.claim import WAIT_SECONDS, lock_folder
+from scripts.lib.serving.claim import WAIT_SECONDS
 from scripts.lib.serving.keeper import Found, Wanted
-from scripts.lib.serving.leaving import make_room
 from scripts.lib.serving.running import Running, Started
 from scripts.lib.serving.server import attached, checked_version
 from scripts.lib.serving.settings import ServerSettings
-from scripts.lib.serving.talking import connection_to, received, tell
+from scripts.lib.sharing.leaving import make_room
+from scripts.lib.sharing.meeting import lock_folder
+from scripts.lib.sharing.talking import connection_to, received, tell
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1

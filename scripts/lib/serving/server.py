@@ -12,11 +12,11 @@ from scripts.lib.serving.asking import healthy
 from scripts.lib.serving.claim import claimed_gpus
 from scripts.lib.serving.health import check_target, served, warn_if_untried
 from scripts.lib.serving.launch import free_port, launch, url_of
-from scripts.lib.serving.leaving import make_room
 from scripts.lib.serving.process import ServerProcess
 from scripts.lib.serving.running import HEALTH_SECONDS, Attached, Running, Started
 from scripts.lib.serving.settings import ServerSettings
 from scripts.lib.serving.supervisor import Supervisor
+from scripts.lib.sharing.leaving import make_room
 
 log = logging.getLogger(__name__)
 ATTACH_POLL_SECONDS = 2.0

@@ -18,7 +18,7 @@ from scripts.lib.ground.manifest import Counts, Manifest, read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.provenance import code
 from scripts.lib.ground.stage import Job, Result
-from scripts.lib.serving.leaving import make_room
+from scripts.lib.sharing.leaving import make_room
 from scripts.lib.states.budget import Budget
 from scripts.lib.states.capture import Batching
 from scripts.lib.states.finishing import workers, written

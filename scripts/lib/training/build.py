@@ -10,7 +10,7 @@ from scripts.lib.eagle3.export import load_drafter
 from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
 from scripts.lib.ground.stage import Job, Result
-from scripts.lib.serving.leaving import make_room
+from scripts.lib.sharing.leaving import make_room
 from scripts.lib.training import ranks
 from scripts.lib.training.checkpoints import has_state
 from scripts.lib.training.curves import write_curves

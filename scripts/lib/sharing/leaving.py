@@ -4,11 +4,11 @@ import contextlib
 import logging
 import os
 
-from scripts.lib.serving.claim import lock_folder
-from scripts.lib.serving.process import END_SECONDS
-from scripts.lib.serving.talking import connection_to, received, tell
+from scripts.lib.sharing.meeting import lock_folder
+from scripts.lib.sharing.talking import connection_to, received, tell
 
 log = logging.getLogger(__name__)
+END_SECONDS = 120.0  # the kernel takes a while to free the memory of eight GPUs
 ANSWER_SECONDS = 5.0  # a keeper answers at once unless a job has its servers
 
 
@@ -27,7 +27,7 @@ def make_room(device: str) -> None:
             connection.settimeout(ANSWER_SECONDS)
             reply = received(connection)
             if reply and reply["leaving"]:
-                connection.settimeout(2 * END_SECONDS)
+                connection.settimeout(END_SECONDS)
                 received(connection)  # nothing more comes: the connection ends with the last server
             elif reply is None and path.exists():
                 log.warning("%s: another job asks the servers there; their share of GPU memory is not free", path)

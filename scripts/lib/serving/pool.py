@@ -81,6 +81,7 @@ def pooled(settings: ServerSettings, wanted: Sequence[Wanted], one: bool = False
     """
     own = replace(settings, python=str(settings.interpreter()), urls=(), modules=())
     path = socket_path(own)
+    log.info("waiting for a server: its log is %s, that of its keeper %s", " or ".join(server.log for server in wanted), log_path(path))
     for _ in range(TRIES):
         with contextlib.closing(connected(path, own)) as connection:
             tell(connection, {"wanted": [asdict(server) for server in wanted], "one": one})
@@ -89,7 +90,9 @@ def pooled(settings: ServerSettings, wanted: Sequence[Wanted], one: bool = False
                 continue
             if "error" in reply:
                 raise StageError(reply["error"])
-            yield Lease(tuple(Found(**server) for server in reply["servers"]), connection)
+            found = tuple(Found(**server) for server in reply["servers"])
+            log.info("%s", "; ".join(f"{server.url} took {server.start_seconds:.0f} s to start" for server in found))
+            yield Lease(found, connection)
             return
     raise StageError(f"{path}: the keeper of the servers ended {TRIES} times before it answered; its log is {log_path(path)}")
 

@@ -8,10 +8,13 @@ backward, `BF16Optimizer`. Batches lie on the device before the clock starts, pa
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from specforge.algorithms.eagle3 import model as its_loss
 from specforge.algorithms.eagle3.model import OnlineEagle3Model
+from specforge.core.loss import _compute_loss
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 from specforge.optimizer import BF16Optimizer
 from torch import Tensor, nn
@@ -59,11 +62,21 @@ def new_model(shape: Shape, steps: int) -> tuple[OnlineEagle3Model, nn.Linear]:
     return its_model(shape.target(), ids, steps, "cuda", "flex_attention"), head
 
 
+def dtype_on(device: str) -> torch.dtype:
+    """bf16 as its recipes have it; float32 on a CPU, where bf16 is slow."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 def its_model(config: LlamaConfig, ids: Tensor, steps: int, device: str, attention: str) -> OnlineEagle3Model:
-    """Its drafter in bf16 for the target of `config` and the draft vocabulary of the target's `ids` i64[D]; embeddings are frozen."""
+    """Its drafter for the target of `config` and the draft vocabulary of the target's `ids` i64[D]; embeddings are frozen.
+
+    On a CPU, which runs no Triton, the loss is the plain function that its package tests its kernel against.
+    """
+    if device == "cpu":
+        its_loss.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
     config.draft_vocab_size, config.pretraining_tp, config.pad_token_id = len(ids), 1, 0
     with torch.device(device):
-        draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(torch.bfloat16)
+        draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(dtype_on(device))
     draft.d2t.copy_(ids - torch.arange(len(ids)))
     draft.t2d.zero_()[ids.to(device)] = True
     draft.freeze_embedding()
@@ -105,8 +118,8 @@ def padded(rows: Sequence[TrainingRow], device: str) -> dict[str, Tensor]:
     length, size = max(len(row.tokens) for row in rows), rows[0].aux.shape[2]
     shape = (len(rows), length)
     made = {name: torch.zeros(shape, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
-    hidden = torch.zeros(*shape, 3 * size, dtype=torch.bfloat16)
-    target = torch.zeros(*shape, size, dtype=torch.bfloat16)
+    hidden = torch.zeros(*shape, 3 * size, dtype=dtype_on(device))
+    target = torch.zeros(*shape, size, dtype=dtype_on(device))
     for number, row in enumerate(rows):
         made["input_ids"][number, : len(row.tokens)] = row.tokens
         made["attention_mask"][number, : len(row.tokens)] = 1

@@ -6,7 +6,7 @@ Reads the hidden states, the draft vocabulary and the target of a finished run a
     python -m benchmarks.train_versus --run results/demo --folder results/versus --device cuda
     snakemake --configfile results/versus/config.yaml
 
-SpecForge's package (specforge 0.2.0) must be importable. Its parts do what its trainer does (`benchmarks.train_specforge`), with the
+SpecForge's package (specforge 0.2.0) must be importable, and with it Triton, which runs on a GPU alone. Its parts do what its trainer does (`benchmarks.train_specforge`), with the
 settings of its recipes: learning rate 1e-4, 1.5 % warm-up, cosine, clipping at 0.5, rows in the order of a seeded permutation. It trains
 the same slots as ours, the first of each answer among them, which its own mask leaves out. The last line is JSON.
 """
@@ -106,7 +106,7 @@ def theirs(job: Job, arguments: argparse.Namespace) -> Trained:
     """SpecForge's drafter after as many passes over the same rows, exported."""
     from specforge.optimizer import BF16Optimizer
 
-    from benchmarks.train_specforge import its_model, padded, train_step
+    from benchmarks.train_specforge import dtype_on, its_model, padded, train_step
 
     device, folder = arguments.device, arguments.folder / "specforge"
     inputs = read_inputs(job, TrainSettings.of(job.settings))
@@ -116,7 +116,7 @@ def theirs(job: Job, arguments: argparse.Namespace) -> Trained:
     model = its_model(LlamaConfig(**text.to_dict()), inputs.vocabulary.target_ids, arguments.ttt, device, attention)
     with torch.no_grad():
         model.draft_model.embed_tokens.weight.copy_(inputs.target.embedding())
-    weight = inputs.target.head().to(device, torch.bfloat16)
+    weight = inputs.target.head().to(device, dtype_on(device))
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight, requires_grad=False)
     rows, size = inputs.train.rows, arguments.batch
@@ -147,7 +147,8 @@ def export(draft: nn.Module, inputs: Inputs, folder: Path) -> None:
 def served(arguments: argparse.Namespace, made: dict[str, Trained]) -> dict[str, Any]:
     """The config by which the run's tasks are answered with each drafter in SGLang; the default's own variants are left out."""
     default = yaml.safe_load((Path(__file__).parents[1] / "config.yaml").read_text())["benchmark"]["variants"]
-    served = {"engine": "sglang", "draft_steps": arguments.draft_steps, "dtype": "bfloat16"}
+    dtype = "float32" if arguments.device == "cpu" else "bfloat16"
+    served = {"engine": "sglang", "draft_steps": arguments.draft_steps, "dtype": dtype}
     variants = {name: served | {"drafter": f"path:{Path(figures.folder).resolve()}"} for name, figures in made.items()}
     return {
         "run": arguments.run.name,

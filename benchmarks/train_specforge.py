@@ -125,5 +125,5 @@ def padded(rows: Sequence[TrainingRow], device: str) -> dict[str, Tensor]:
         made["attention_mask"][number, : len(row.tokens)] = 1
         made["loss_mask"][number, row.slots] = 1
         hidden[number, : len(row.aux)] = decoded(row.aux).flatten(1)
-        target[number, row.slots + 1] = decoded(row.final)
+        target[number, row.slots + 1] = decoded(row.final).to(target.dtype)
     return {name: tensor.to(device) for name, tensor in (made | {"hidden_state": hidden, "target": target}).items()}

@@ -6,9 +6,10 @@ Reads the hidden states, the draft vocabulary and the target of a finished run a
     python -m benchmarks.train_versus --run results/demo --folder results/versus --device cuda
     snakemake --configfile results/versus/config.yaml
 
-SpecForge's package (specforge 0.2.0) must be importable, and with it Triton, which runs on a GPU alone. Its parts do what its trainer does (`benchmarks.train_specforge`), with the
-settings of its recipes: learning rate 1e-4, 1.5 % warm-up, cosine, clipping at 0.5, rows in the order of a seeded permutation. It trains
-the same slots as ours, the first of each answer among them, which its own mask leaves out. The last line is JSON.
+SpecForge's package (specforge 0.2.0) must be importable, and Triton, which it imports on a CPU too. Its parts do what its trainer does
+(`benchmarks.train_specforge`), with the settings of its recipes: learning rate 1e-4, 1.5 % warm-up, cosine, clipping at 0.5, rows in the
+order of a seeded permutation. It trains the same slots as ours, the first of each answer among them, which its own mask leaves out. The
+last line is JSON.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 Environment: STUB_STARTS, a file that counts the starts; STUB_FAIL, comma-separated starts that die with STUB_ERROR before they are
 healthy; STUB_HANG, that it never is; STUB_PIDS, a file for the ids of the server and of a child that left its session; STUB_GPUS, uuids
-that its torch sees; STUB_MODEL, STUB_TYPE, STUB_VERSION and STUB_TOKENS, what it says it serves; STUB_OPENAI, that it is not SGLang.
+that its torch sees; STUB_MODEL, STUB_TYPE, STUB_VERSION and STUB_TOKENS (`none`: it fails), what it says it serves; STUB_OPENAI, that it
+is not SGLang.
 `/crash` ends the server as SGLang ends.
 """
 
@@ -41,7 +42,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.reply(200, {"tokens": [int(token) for token in os.environ.get("STUB_TOKENS", "").split(",") if token]})
+        tokens = os.environ.get("STUB_TOKENS", "")
+        if tokens == "none":
+            self.reply(500, {"message": "Integer exceeds 64-bit range"})
+        else:
+            self.reply(200, {"tokens": [int(token) for token in tokens.split(",") if token]})
 
     def reply(self, status, value):
         self.send_response(status)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts.lib.benchmark import simulated
-from scripts.lib.benchmark.simulated import simulated_accept_length
+from scripts.lib.benchmark.simulated import simulated_accept_length, walk
 from scripts.lib.eagle3.closed_form import Sample, closed_form_start
 from scripts.lib.eagle3.export import load_drafter, save_drafter
 from scripts.lib.eagle3.initial import initialise, warm_start
@@ -69,6 +69,21 @@ def test_the_walk_accepts_what_chain_decoding_accepts(case, monkeypatch, draft_s
     assert 1.1 < served < draft_steps + 1
     rows = list(zip(PROMPTS, answers, strict=True))
     assert simulated_accept_length(target, folder, rows, draft_steps, "cpu") == pytest.approx(served, abs=1e-9)
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_the_walk_in_bfloat16_is_nearly_that_in_float32(case, tmp_path, norm_output):
+    """As in cells on a GPU. States that norm_output gives are float32, whatever the drafter's own arithmetic is."""
+    _, target, folder, _, answers = case
+    own = load_drafter(folder, torch.float32, "cpu")
+    drafter = Drafter(replace(own.config, norm_output=norm_output), own.d2t, own.t2d)
+    drafter.load_state_dict(own.state_dict())
+    save_drafter(drafter, tmp_path)
+    counted = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_target(target, dtype, "cpu")
+        counted.append(walk(model, load_drafter(tmp_path, dtype, "cpu"), [*zip(PROMPTS, answers, strict=True)], 3).tolist())
+    assert counted[0][0] > 50 and counted[1] == pytest.approx(counted[0], rel=0.1)
 
 
 def test_answers_of_one_token_have_no_verify_step(case):

@@ -132,6 +132,17 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             lambda c: (c["runtime"].update(shard=True), c["drafters"]["eagle3"].update(optimizer="muon")),
             "drafters.eagle3.optimizer: muon steps by whole matrices",
         ),
+        (
+            lambda c: (c["benchmark"].update(concurrencies=[1, 8]), c["benchmark"]["variants"]["chain4"].update(engine="sglang")),
+            "benchmark.tasks.gsm.samples: 2 are fewer than the 8 requests at a time",
+        ),
+        (
+            lambda c: (
+                c["benchmark"].update(concurrencies=[2, 1]),
+                c["benchmark"]["variants"]["chain2_bf16"].update(engine="sglang"),
+            ),
+            "benchmark.variants.chain2_bf16.prompts: 1 are fewer than the 2 requests at a time",
+        ),
         (lambda c: c["datasets"]["evals"].pop("members"), "datasets.evals.members: missing (a wheel: source needs it)"),
         (lambda c: c["target"].update(source="hub:org/model"), "target.revision: missing"),
     ],

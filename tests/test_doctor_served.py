@@ -39,7 +39,7 @@ class Server:
                 elif "messages" in body:
                     self.reply(*outer.rendered(body["messages"]))
                 else:
-                    self.reply(200, {"tokens": outer.template.tokenize(body["prompt"])})
+                    self.reply(*outer.tokenised(body["prompt"]))
 
             def reply(self, status, value):
                 self.send_response(status)
@@ -52,6 +52,9 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, args=[0.01], daemon=True).start()
+
+    def tokenised(self, text):
+        return 200, {"tokens": self.template.tokenize(text)}
 
     def rendered(self, messages):
         rows = [{"reasoning_content": None, "tool_calls": None, **message} for message in messages]
@@ -115,6 +118,14 @@ def test_a_server_with_another_template_is_named_with_both_texts(served, run):
     assert (found.name, found.fatal) == ("template_differs", True)
     assert "Be kind." in found.evidence
     assert "You help." in found.evidence
+
+
+def test_a_server_that_does_not_tokenise_is_noted(served, run):
+    """As SGLang 0.5.17 where the tokenizer's `model_max_length` is not set: 1e30 is no JSON to it."""
+    served.tokenised = lambda text: (500, {"object": "error", "message": "Integer exceeds 64-bit range"})
+    (found,) = look(served, run)
+    assert (found.name, found.fatal) == ("server_silent", False)
+    assert "does not tokenise: its tokenizer and chat template are not compared" in found.evidence
 
 
 def test_a_server_that_renders_nothing_is_noted(served, run):

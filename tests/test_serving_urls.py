@@ -70,7 +70,14 @@ def test_the_same_model_under_another_path_is_taken_and_said(elsewhere, target, 
     url = elsewhere(STUB_TOKENS=probe_count(target))
     with server(ServerSettings(urls=[url]), target, tmp_path / "server.log") as running:
         assert running.version == "0.5.17"
-    assert "weights cannot be compared" in caplog.text
+    assert "type and tokenizer are those of the target" in caplog.text and "weights cannot be compared" in caplog.text
+
+
+def test_a_server_that_does_not_tokenise_is_taken_by_its_type_and_that_is_said(elsewhere, target, tmp_path, caplog):
+    url = elsewhere(STUB_TOKENS="none")
+    with server(ServerSettings(urls=[url]), target, tmp_path / "server.log") as running:
+        assert running.version == "0.5.17"
+    assert "its type is that of the target" in caplog.text
 
 
 def test_an_untried_version_is_said(elsewhere, target, tmp_path, caplog):

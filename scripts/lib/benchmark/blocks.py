@@ -4,6 +4,7 @@ Where one of them is up at a time, all blocks go to it, and later all of them to
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -16,6 +17,7 @@ from scripts.lib.benchmark.prompts import Prompt
 from scripts.lib.ground.files import write_json
 from scripts.lib.ground.progress import Progress
 
+log = logging.getLogger(__name__)
 BASELINE, VARIANT = "baseline", "variant"  # the target alone, and the target with drafts
 WAYS = (VARIANT, BASELINE)  # what may be misconfigured first
 BLOCK_PROMPTS, BLOCK_ROUNDS = 8, 4
@@ -65,6 +67,8 @@ class Blocks:
     @classmethod
     def of(cls, load: Load, prompts: Sequence[Prompt], repeats: int, folder: Path) -> "Blocks":
         """Of all `prompts`."""
+        if len(prompts) < load.concurrency:
+            log.warning("only %d prompts for %d requests at a time: no more than these are ever under way", len(prompts), load.concurrency)
         (folder / "partial").mkdir(exist_ok=True)
         return cls(load, cut(prompts, load.concurrency), repeats, folder)
 
@@ -103,10 +107,12 @@ class Blocks:
             progress.add(len(side.talks), sum(len(turn.answer.ids) for talk in side.talks for turn in talk))
 
     def warm(self, url: str) -> None:
-        """Let a server compile and allocate what batches of every size up to the cell's take."""
-        short = Load(self.load.template, min(WARM_TOKENS, self.load.max_tokens), self.load.concurrency, "first")
-        prompts = [prompt for part in self.parts for prompt in part]
-        short.run(url, prompts[: WARM_ROUNDS * self.load.concurrency])
+        """Let a server compile and allocate what batches up to the cell's size take: kernels are compiled for each power of two."""
+        prompts, size = [prompt for part in self.parts for prompt in part], self.load.concurrency
+        while size:
+            short = Load(self.load.template, min(WARM_TOKENS, self.load.max_tokens), size, "first")
+            short.run(url, prompts[: WARM_ROUNDS * size])
+            size //= 2
 
     def read(self) -> list[list[Block]]:
         """All blocks, by pass, once nothing is left."""

@@ -16,7 +16,8 @@ SERVER_PACKAGES = ("sglang", "torch", "triton", "transformers", "sglang-kernel",
 LIST_PACKAGES = f"""
 import json
 from importlib import metadata
-known = {{found.metadata["Name"].lower(): found.version for found in metadata.distributions()}}
+named = [(found.metadata["Name"], found.version) for found in metadata.distributions()]
+known = {{name.lower(): version for name, version in named if name}}
 print(json.dumps({{name: known[name] for name in {SERVER_PACKAGES!r} if name in known}}))
 """
 

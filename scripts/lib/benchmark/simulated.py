@@ -84,7 +84,8 @@ def walk(model: PreTrainedModel, drafter: Drafter, rows: Sequence[Row], draft_st
     hits = torch.zeros(draft_steps, len(goals), dtype=torch.bool, device=goals.device)
     embedding = cast(Tensor, model.get_input_embeddings().weight)
     for number, step in enumerate(unroll(Operands(drafter, drafter.fc.weight.dtype), embedding, batch, draft_steps)):
-        drafts = torch.cat([drafter.logits(states).argmax(-1) for states in step.states.split(HEAD_ROWS)])
+        states = step.states.to(drafter.fc.weight.dtype)  # float32 behind norm_output
+        drafts = torch.cat([drafter.logits(part).argmax(-1) for part in states.split(HEAD_ROWS)])
         hits[number, step.active] = drafter.target_ids[drafts] == goals[step.active + number]
     accepted = accepted_drafts(hits).minimum(batch.remaining - 1)
     return walks(accepted, batch.remaining)[span_starts(batch.remaining)].sum(0)

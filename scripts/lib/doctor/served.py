@@ -53,7 +53,11 @@ def settings_findings(server: Mapping[str, Any], drafter: Path | None, algorithm
 
 def text_findings(url: str, template: ChatTemplate) -> Iterator[Finding]:
     """A tokenizer or chat template at `url` that is not the target's."""
-    if not same_tokenizer(url, template):
+    same = same_tokenizer(url, template)
+    if same is None:
+        yield finding("server_silent", f"{url} does not tokenise: its tokenizer and chat template are not compared", fatal=False)
+        return
+    if not same:
         yield finding("tokenizer_differs", f"{url} gives a text other ids than the target's tokenizer does")
         return
     body = {"messages": wire_messages(DIALOGUE, as_mapping=False)}

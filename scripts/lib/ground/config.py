@@ -110,6 +110,7 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         if on_gpu and variant.get("topk", 1) > 1 and "attention_backend" not in variant:
             why = "for a tree SGLang chooses another one than for the target alone, and their speeds would not compare"
             yield f"benchmark.variants.{name}.attention_backend: missing ({why}: name one for both, such as flashinfer or triton)"
+    yield from crowded(benchmark)
     for name, drafter in sorted(config["drafters"].items()):
         if config["hidden"]["mode"] == "rolling" and drafter.get("order", "rows") != "shards":
             yield f"drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)"
@@ -121,6 +122,17 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         yield from source_contradictions(path, entry)
     if config["target"]["source"].startswith("hub:") and "revision" not in config["target"]:
         yield "target.revision: missing (a hub id needs a pinned revision: the commit hash of the model page)"
+
+
+def crowded(benchmark: Mapping[str, Any]) -> Iterator[str]:
+    """Served cells that would ask more prompts at once than there are: their figures would be those of fewer."""
+    served = {name: variant for name, variant in benchmark["variants"].items() if variant.get("engine") == "sglang"}
+    most = max(benchmark.get("concurrencies", [1]))
+    fewest = {f"benchmark.tasks.{name}.samples": task["samples"] for name, task in benchmark["tasks"].items() if served}
+    fewest |= {f"benchmark.variants.{name}.prompts": variant["prompts"] for name, variant in served.items() if "prompts" in variant}
+    for path, count in sorted(fewest.items()):
+        if count < most:
+            yield f"{path}: {count} are fewer than the {most} requests at a time of benchmark.concurrencies (raise it, or leave those out)"
 
 
 def variant_contradictions(variant: Mapping[str, Any], drafters: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,7 @@ class ServerSettings:
     restarts: int = 5
     host: str = "127.0.0.1"
     port: int = 0
-    linger: float = 60.0
+    linger: float = 120.0
     side_by_side: bool = True
 
     @classmethod

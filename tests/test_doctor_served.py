@@ -101,6 +101,21 @@ def test_a_server_that_runs_something_else_is_named(served, run, report, name):
     assert names(look(served, run)) == [(name, True)]
 
 
+@pytest.mark.parametrize(
+    ("report", "noted"),
+    [
+        ({"version": "0.5.17", "attention_backend": "fa3"}, True),
+        ({"version": "0.5.17", "attention_backend": "triton"}, False),
+        ({"version": "0.5.17", "attention_backend": "fa3", "speculative_draft_attention_backend": "triton"}, False),
+        ({"version": "0.5.17", "attention_backend": "fa3", "disable_cuda_graph": True}, False),
+        ({"version": "0.5.23", "attention_backend": "fa3"}, False),
+    ],
+)
+def test_a_drafter_whose_extension_has_no_cuda_graph_is_noted(served, run, report, noted):
+    served.report |= report
+    assert names(look(served, run)) == ([("extension_eager", False)] if noted else [])
+
+
 def test_a_baseline_that_speculates_is_named(served, run):
     assert names(after_start(served.url, run.target, None, None)) == [("server_differs", True)]
 

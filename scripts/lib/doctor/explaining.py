@@ -9,7 +9,7 @@ from scripts.lib.doctor.flags import parsed, rounding_findings
 
 ALIKE = 0.05
 SURE = 2.0  # standard errors
-NO_REASON = ("training_unknown", "server_silent")  # says what was not compared
+NO_REASON = ("training_unknown", "server_silent", "extension_eager")  # says what was not compared, or of speed alone
 PLENTY = 0.8  # of answers that are the target's own
 
 

@@ -19,6 +19,10 @@ CANARY_TOKENS = 48
 # A dialogue that templates render in different ways: an earlier answer, spaces at an end, no system prompt.
 DIALOGUE = (Message("user", "Hello "), Message("assistant", "Hi."), Message("user", PROBE))
 COMPARED = (STEPS, TOPK, TOKENS)
+# Versions whose list of backends with a CUDA graph of the drafter's extension, which ends every cycle, leaves these out
+# (`_capture_cuda_graphs` of its eagle_worker_v2.py); 0.5.23 has the graph.
+EAGER_EXTENSION = {"0.5.17": ("fa3",)}
+BACKENDS = ("speculative_draft_attention_backend", "prefill_attention_backend", "attention_backend")  # the first that is set extends
 GUESSES = ("NGRAM",)  # drafts from what was said before: short answers may repeat nothing
 
 
@@ -49,6 +53,16 @@ def settings_findings(server: Mapping[str, Any], drafter: Path | None, algorithm
         runs, wanted = server.get(name.replace("-", "_")), asked.get(name)
         if wanted is not None and runs is not None and int(wanted) != int(runs):
             yield finding("steps_rewritten", f"--{name} is {wanted}, the server runs {runs}")
+    yield from speed_findings(server)
+
+
+def speed_findings(server: Mapping[str, Any]) -> Iterator[Finding]:
+    """What makes the drafts of a server that reports `server` slower than they need be."""
+    backend = next((server[name] for name in BACKENDS if server.get(name)), None)
+    drafts = (server.get("speculative_algorithm") or "").upper() in ("EAGLE", "EAGLE3") and not server.get("disable_cuda_graph")
+    if drafts and backend in EAGER_EXTENSION.get(str(server.get("version")), ()):
+        evidence = f"SGLang {server['version']} has no CUDA graph of the drafter's extension with attention backend {backend}"
+        yield finding("extension_eager", evidence, fatal=False)
 
 
 def text_findings(url: str, template: ChatTemplate) -> Iterator[Finding]:

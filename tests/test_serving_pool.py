@@ -222,6 +222,61 @@ def test_a_shared_server_that_crashes_comes_back_behind_its_url_and_the_job_is_t
         assert (again.urls, starts(tmp_path)) == (running.urls, 3)
 
 
+def test_a_server_that_crashes_between_two_jobs_is_no_trap_for_the_second(kept, manifest, tmp_path):
+    """It takes a moment until the death of its process shows."""
+    with shared(kept, manifest, [], tmp_path) as running:
+        url = running.urls[0]
+    crash(url)
+    with shared(kept, manifest, [], tmp_path) as running:
+        assert request(f"{running.urls[0]}/health") == {}
+
+
+def test_a_job_that_comes_while_a_server_comes_back_waits_and_hears_of_it(kept, manifest, tmp_path, caplog):
+    """The second start dies, so that the job hears of a restart before it hears of its server."""
+    failing = with_environment(kept, STUB_FAIL="2", STUB_ERROR="RuntimeError: no memory yet")
+    with shared(failing, manifest, [], tmp_path) as running:
+        url = running.urls[0]
+    crash(url)
+    assert eventually(lambda: starts(tmp_path) == 2)
+    with shared(failing, manifest, [], tmp_path) as running:
+        assert (running.urls, request(f"{url}/health")) == ((url,), {})
+    assert "RuntimeError: no memory yet; restart 2 of 2" in caplog.text
+
+
+def test_a_job_that_was_killed_while_it_waited_changes_nothing(kept, target, tmp_path):
+    with pooled(kept, [wanted(target, tmp_path)]) as lease:
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", HOLD, json.dumps([vars(kept), [vars(wanted(target, tmp_path, "b"))]], default=list), "1"], cwd=REPO
+        )
+        assert eventually(lambda: connections(lease) == 1)
+        waiting.kill()
+        waiting.wait()
+    with pooled(kept, [wanted(target, tmp_path)]):
+        assert starts(tmp_path) == 1
+
+
+def connections(lease):
+    """How many jobs wait at the keeper's socket, as the kernel counts connections that nobody has accepted."""
+    path = lease.connection.getpeername()
+    return sum(line.split()[-1] == path and line.split()[5] == "02" for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+
+
+def test_a_port_at_which_another_server_answers_is_named(kept, manifest, tmp_path):
+    with shared(kept, manifest, [], tmp_path) as running:
+        taken = replace(kept, port=int(running.urls[0].rpartition(":")[2]), restarts=1)
+        with (
+            pytest.raises(StageError, match=r"another server answers there; wait for its end \(runtime.server.linger\) or set"),
+            shared(taken, manifest, [], tmp_path),
+        ):
+            pass
+
+
+def test_a_folder_that_is_too_deep_for_a_socket_is_named(kept, manifest, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "lock_folder", lambda: tmp_path / "deep" / ("x" * 80))
+    with pytest.raises(StageError, match=r"the path of a socket has at most 107; set TMPDIR"), shared(kept, manifest, [], tmp_path):
+        pass
+
+
 def test_a_shared_server_that_keeps_crashing_is_given_up_and_the_next_job_starts_it_anew(kept, manifest, tmp_path):
     broken = with_environment(kept, STUB_FAIL="2,3", STUB_ERROR="torch.OutOfMemoryError: 80 GiB wanted")
     said = r"OutOfMemoryError: 80 GiB wanted \(crash 3 in a row, runtime.server.restarts allows 2\)"

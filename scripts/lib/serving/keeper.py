@@ -24,9 +24,11 @@ from pathlib import Path
 
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.files import canonical, sha256_file, sha256_text
+from scripts.lib.serving.asking import healthy
 from scripts.lib.serving.claim import Claim, claimed_gpus
 from scripts.lib.serving.launch import free_port, launch, url_of
 from scripts.lib.serving.process import ServerProcess
+from scripts.lib.serving.running import HEALTH_SECONDS
 from scripts.lib.serving.settings import ServerSettings
 from scripts.lib.serving.supervisor import Supervisor
 from scripts.lib.sharing.talking import gone, received, tell
@@ -101,6 +103,12 @@ class Kept:
             crowded = NO_MEMORY.search(str(error)) and (self.wanted.share or 1) < 1
             raise StageError(f"{error}; {CROWDED if crowded else self.wanted.remedy}") from error
 
+    def usable(self) -> bool:
+        """Whether the server answers, or is being started."""
+        with contextlib.suppress(StageError):
+            return not self.supervisor.up() or healthy(self.url, HEALTH_SECONDS)
+        return False
+
     def found(self) -> Found:
         """What the job is told."""
         assert self.supervisor.start_seconds is not None
@@ -117,21 +125,21 @@ class Keeper:
     def serve(self, job: socket.socket) -> bool:
         """Do what one job asks, until it goes; whether to wait for the next one."""
         asked = received(job)
-        if asked is None:
+        if asked is None or gone(job):  # it waited here for its turn and was killed: nothing is ended or started for it
             return True
         if "leave" in asked:
-            leaving = not gone(job) and self.holds(asked["leave"])
+            leaving = self.holds(asked["leave"])
             tell(job, {"leaving": leaving})
             return not leaving
-        self.end_failed()
+        self.end_unusable()
         self.lend(job, self.chosen([Wanted(**entry) for entry in asked["wanted"]], asked["one"]))
-        self.end_failed()
         return True
 
     def holds(self, gpus: str | None) -> bool:
         """Whether the servers are on GPUs of which some are in the CUDA_VISIBLE_DEVICES `gpus`, which is all where it is not set."""
-        own = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return not own or not gpus or bool(set(own.split(",")) & set(gpus.split(",")))
+        own, asked = names(os.environ.get("CUDA_VISIBLE_DEVICES")), names(gpus)
+        alike = all(map(str.isdigit, own)) == all(map(str.isdigit, asked))  # a number and a uuid may be the same GPU
+        return not own or not asked or not alike or bool(own & asked)
 
     def lend(self, job: socket.socket, wanted: Sequence[Wanted]) -> None:
         """Give one job what it wants and stay with it until it goes or one of its servers is gone for good."""
@@ -175,15 +183,20 @@ class Keeper:
         held = whole * sum(kept.wanted.share or 1 for kept in self.kept.values())
         return round(whole * wanted.share / (1 - held), 3)
 
-    def end_failed(self) -> None:
-        """Forget servers that are gone for good."""
-        for key in [key for key, kept in self.kept.items() if kept.supervisor.failed]:
+    def end_unusable(self) -> None:
+        """End servers that are gone for good, or do not answer: one that just crashed takes seconds until its process ends."""
+        for key in [key for key, kept in self.kept.items() if not kept.usable()]:
             self.end(key)
 
     def end(self, key: str) -> None:
         """End one server; its memory is free afterwards."""
         log.info("ending %s", self.kept[key].url)
         self.kept.pop(key).supervisor.close()
+
+
+def names(gpus: str | None) -> set[str]:
+    """The GPUs of a CUDA_VISIBLE_DEVICES."""
+    return {name.strip() for name in (gpus or "").split(",")} - {""}
 
 
 def listen(path: Path) -> socket.socket:
@@ -195,9 +208,10 @@ def listen(path: Path) -> socket.socket:
     return listening
 
 
-def main(path: Path, settings: ServerSettings) -> None:
+def main(path: Path, settings: ServerSettings, lock: int) -> None:
     """Serve jobs one after the other until none came for `linger` seconds, or one wants the GPUs. StageError when they cannot be had."""
     with contextlib.ExitStack() as waiting, claimed_gpus(settings) as claim, contextlib.closing(listen(path)) as listening:
+        os.close(lock)  # from now on a job finds this keeper and starts no other
         keeper = Keeper(settings, claim)
         listening.settimeout(max(settings.linger, SHORTEST_LINGER))
         try:
@@ -210,16 +224,15 @@ def main(path: Path, settings: ServerSettings) -> None:
         except TimeoutError:
             log.info("no job for %.0f s", settings.linger)
         finally:
-            path.unlink(missing_ok=True)  # first, so that no job comes to servers that are about to end
-            listening.close()
             for key in list(keeper.kept):
                 keeper.end(key)
+            path.unlink(missing_ok=True)  # last: until then who comes waits, and learns by the end of the connection that the GPUs are free
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s keeper %(process)d: %(message)s", stream=sys.stderr)
     os.umask(0o077)
     try:
-        main(Path(sys.argv[1]), ServerSettings(**json.loads(sys.argv[2])))
+        main(Path(sys.argv[1]), ServerSettings(**json.loads(sys.argv[2])), int(sys.argv[3]))
     except StageError as error:
         sys.exit(f"ERROR {' '.join(str(error).split())}")

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.lib.ground.errors import StageError
 from scripts.lib.serving.process import Launch
 from scripts.lib.serving.settings import ServerSettings
 
@@ -62,7 +63,10 @@ def joined(first: Path, rest: str | None) -> str:
 def free_port(host: str) -> int:
     """A port of `host` that nobody listens on."""
     with socket.socket() as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise StageError(f"runtime.server.host {host}: {error}; give an IPv4 address of this machine") from error
         return int(probe.getsockname()[1])
 
 

@@ -32,6 +32,7 @@ from scripts.lib.sharing.talking import connection_to, received, tell
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
+LONGEST_PATH = 107  # bytes of a Unix socket's address (sun_path in unix(7), without the zero at its end)
 KEEPER_SECONDS = WAIT_SECONDS + 60.0  # it waits for GPUs that others still hold
 TRIES = 5  # a keeper may be ending just when a job comes to it
 
@@ -85,8 +86,9 @@ def pooled(settings: ServerSettings, wanted: Sequence[Wanted], one: bool = False
     for _ in range(TRIES):
         with contextlib.closing(connected(path, own)) as connection:
             tell(connection, {"wanted": [asdict(server) for server in wanted], "one": one})
-            reply = received(connection)
-            if reply is None:
+            while "warning" in (reply := received(connection) or {}):
+                log.warning("%s", reply["warning"])  # of a server that comes back just now
+            if not reply:
                 continue
             if "error" in reply:
                 raise StageError(reply["error"])
@@ -110,22 +112,25 @@ def log_path(path: Path) -> Path:
 
 def connected(path: Path, settings: ServerSettings) -> socket.socket:
     """A connection to the keeper at `path`, which is started if there is none. Raises StageError when that fails."""
+    if (size := len(os.fsencode(path))) > LONGEST_PATH:
+        raise StageError(f"{path}: {size} bytes, the path of a socket has at most {LONGEST_PATH}; set TMPDIR to a shorter path")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.with_suffix(".start").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of two jobs that find no keeper, one starts it
-        return connection_to(path) or started(path, settings)
+        return connection_to(path) or started(path, settings, lock.fileno())
 
 
-def started(path: Path, settings: ServerSettings) -> socket.socket:
-    """A connection to a new keeper, which outlives this process."""
+def started(path: Path, settings: ServerSettings, lock: int) -> socket.socket:
+    """A connection to a new keeper, which outlives this process and holds the descriptor `lock` until it listens."""
     make_room(settings.device)
     with log_path(path).open("w") as log_file:
         process = subprocess.Popen(
-            [sys.executable, "-m", keeper.__name__, str(path), json.dumps(asdict(settings))],
+            [sys.executable, "-m", keeper.__name__, str(path), json.dumps(asdict(settings)), str(lock)],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=log_file,
+            pass_fds=(lock,),
             start_new_session=True,
         )
     deadline = time.monotonic() + KEEPER_SECONDS

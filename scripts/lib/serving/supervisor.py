@@ -63,11 +63,6 @@ class Supervisor:
         if self._process:
             self._process.end()
 
-    @property
-    def failed(self) -> bool:
-        """Whether the server is gone for good."""
-        return self._failure is not None
-
     def check(self) -> None:
         """Raise the StageError with which the watch ended, if it has."""
         if self._failure:
@@ -75,6 +70,8 @@ class Supervisor:
 
     def _launch(self) -> str | None:
         """Start a process and wait until it is healthy; what went wrong, None when all is well or the end has come."""
+        if healthy(self.url, HEALTH_SECONDS):
+            return f"{self.url}: another server answers there; wait for its end (runtime.server.linger) or set runtime.server.port to 0"
         begin = time.monotonic()
         process = self._process = self._start()
         while not self._ending.is_set():

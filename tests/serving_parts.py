@@ -41,3 +41,8 @@ def crash(url):
     """Let the stub at `url` crash."""
     with contextlib.suppress(OSError):
         urllib.request.urlopen(f"{url}/crash", timeout=5)
+
+
+def starts(tmp_path):
+    """How often the stub was started."""
+    return len((tmp_path / "starts").read_text())

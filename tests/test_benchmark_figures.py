@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from scripts.lib.benchmark.answers import Answer, Measured, Pair
-from scripts.lib.benchmark.blocks import cut
+from scripts.lib.benchmark.blocks import Blocks, cut
 from scripts.lib.benchmark.cell import accepted, cell_figures, notes
 from scripts.lib.benchmark.flags import baseline_flags, variant_flags
 from scripts.lib.benchmark.latency import inter_token, plain_answer, speedup_interval
-from scripts.lib.benchmark.load import read_answer
+from scripts.lib.benchmark.load import Load, read_answer
 from scripts.lib.benchmark.settings import Settings
 from scripts.lib.benchmark.streaming import Streamed
 from scripts.lib.ground.errors import StageError
@@ -133,6 +133,13 @@ def test_the_interval_of_the_speed_up():
     assert 0.7 < low < 0.95 and 1.05 < high < 1.5
     assert speedup_interval([varied], lambda a: a.decode_seconds, 1.0, seed=1) == [low, high]
     assert speedup_interval([varied[:1]], lambda a: a.decode_seconds, 1.0, seed=1) is None
+
+
+def test_a_server_is_warmed_up_at_every_power_of_two(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(Load, "run", lambda self, url, prompts: ran.append((self.concurrency, len(prompts))))
+    Blocks(Load(None, 64, 8, "all"), [range(10), range(10)], 1, tmp_path).warm("http://server")
+    assert ran == [(8, 16), (4, 8), (2, 4), (1, 2)]
 
 
 @pytest.mark.parametrize(("count", "concurrency", "sizes"), [(80, 1, [8] * 10), (80, 32, [80]), (83, 8, [41, 42]), (3, 1, [3])])

@@ -69,11 +69,12 @@ def test_a_fork_of_aerie_keeps_no_server_alive(settings, target, tmp_path):
 
 def test_a_killed_guardian_takes_its_server_along(settings, target, tmp_path):
     with server(replace(settings, restarts=0), target, tmp_path / "server.log") as running:
-        process, _ = pids(tmp_path)
+        process, orphan = pids(tmp_path)
         os.kill(int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
         assert eventually(lambda: not alive(process))
         with pytest.raises(StageError, match=r"died with code -9"):
             eventually(running.check)
+    os.kill(orphan, signal.SIGKILL)  # who would have ended it is dead
 
 
 def test_a_crashed_server_comes_back_behind_its_url(settings, target, tmp_path, caplog):

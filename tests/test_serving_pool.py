@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +18,9 @@ from scripts.lib.serving.claim import Claim, claimed_gpus
 from scripts.lib.serving.health import request
 from scripts.lib.serving.keeper import Keeper, Wanted
 from scripts.lib.serving.pool import pooled, shared
-from scripts.lib.sharing import leaving
-from scripts.lib.sharing.leaving import make_room
-from tests import serving_parts
-from tests.serving_parts import alive, crash, eventually, pids, with_environment
+from tests.serving_parts import alive, crash, eventually, pids, starts, with_environment
 
-pytest_plugins = ["tests.serving_fixtures"]
+pytest_plugins = ["tests.serving_fixtures", "tests.pool_fixtures"]
 REPO = Path(__file__).parents[1]
 HOLD = """
 import json, sys, time
@@ -38,35 +34,6 @@ with pooled(ServerSettings(**settings), [Wanted(**server) for server in wanted])
 """
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    monkeypatch.setattr(serving_parts, "PATIENCE_SECONDS", 60.0)
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch):
-    """Where keepers of a test listen: the paths of sockets must be short."""
-    with tempfile.TemporaryDirectory() as short:
-        monkeypatch.setenv("TMPDIR", short)
-        path = Path(short) / f"aerie-{os.getuid()}"
-        for room in (pool, leaving):
-            monkeypatch.setattr(room, "lock_folder", lambda: path)
-        yield path
-
-
-@pytest.fixture
-def kept(settings, tmp_path, folder):
-    """Settings of servers that outlive their job until the test ends."""
-    yield replace(settings, linger=60.0)
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes()
-        except OSError:
-            continue
-        if b"serving.keeper" in words and str(tmp_path).encode() in words:
-            os.kill(int(path.parent.name), signal.SIGKILL)
-
-
 def wanted(target, tmp_path, key="a", flags=(), share=0.5):
     return Wanted(key, str(target), [*flags], str(tmp_path / f"{key}.log"), share)
 
@@ -77,10 +44,6 @@ def holding(settings, servers, seconds=3600.0):
     process = subprocess.Popen([sys.executable, "-c", HOLD, given, str(seconds)], cwd=REPO, stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline() == b"up\n"
     return process
-
-
-def starts(tmp_path):
-    return len((tmp_path / "starts").read_text())
 
 
 def test_the_next_job_finds_the_server_that_it_wants(kept, target, tmp_path):
@@ -191,15 +154,6 @@ def test_memory_is_shared_also_with_a_server_that_stayed(settings, target, tmp_p
     assert keeper.memory_fraction(replace(first, share=None)) == 0.6, "alone, it has what the config or SGLang gives it"
 
 
-@pytest.fixture
-def manifest(target, tmp_path):
-    """The manifest behind which a target lies."""
-    folder = tmp_path / "published"
-    shutil.copytree(target, folder)
-    (folder / "manifest.json").write_text("{}")
-    return folder / "manifest.json"
-
-
 def test_jobs_that_want_the_same_server_share_one_start(kept, manifest, tmp_path):
     urls = []
     for flags in (["--dtype", "float32"], ["--dtype", "float32"], ["--dtype", "bfloat16"]):
@@ -300,51 +254,9 @@ def test_servers_of_others_are_attached_to(kept, manifest, tmp_path):
     assert starts(tmp_path) == 1
 
 
-@pytest.fixture
-def on_gpu(kept, tmp_path, monkeypatch):
-    """Settings of a machine with one GPU."""
-    monkeypatch.setenv("STUB_GPUS", f"GPU-{tmp_path.name}")
-    monkeypatch.setattr("scripts.lib.serving.claim.WAIT_SECONDS", 0.0)
-    return replace(with_environment(kept, STUB_GPUS=f"GPU-{tmp_path.name}"), device="cuda")
-
-
-def test_a_job_that_computes_on_the_gpu_ends_servers_that_wait_there(on_gpu, manifest, tmp_path, folder):
-    with shared(on_gpu, manifest, [], tmp_path):
-        servers = pids(tmp_path)
-    make_room("cpu")
-    assert all(map(alive, servers))
-    make_room("cuda")
-    assert not any(map(alive, servers))
-    with claimed_gpus(on_gpu, folder) as claim:
-        assert len(claim.gpus) == 1, "free at once, not after `linger`"
-
-
-def test_servers_of_other_gpus_and_of_a_cpu_stay(kept, on_gpu, manifest, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with shared(on_gpu, manifest, [], tmp_path):
-        servers = pids(tmp_path)
-    with shared(kept, manifest, [], tmp_path):
-        servers += pids(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    make_room("cuda")
-    assert len(set(servers)) == 4 and all(map(alive, servers))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    make_room("cuda")
-    assert [alive(pid) for pid in servers] == [False, False, True, True]
-
-
-def test_servers_that_a_job_asks_stay_with_a_warning(on_gpu, manifest, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(leaving, "ANSWER_SECONDS", 0.3)
-    with shared(on_gpu, manifest, [], tmp_path) as running:
-        make_room("cuda")
-        assert "another job asks the servers there; their share of GPU memory is not free" in caplog.text
+def test_a_log_that_was_removed_keeps_no_server_from_coming_back(kept, manifest, tmp_path):
+    with shared(kept, manifest, [], tmp_path / "work") as running:
+        shutil.rmtree(tmp_path / "work")
+        crash(running.urls[0])
+        assert eventually(lambda: starts(tmp_path) == 2 and request(f"{running.urls[0]}/health") == {})
         running.check()
-    with shared(on_gpu, manifest, [], tmp_path):
-        assert starts(tmp_path) == 1, "nobody waits for it to leave any more"
-
-
-def test_other_settings_do_not_wait_for_the_servers_of_those_before(on_gpu, manifest, tmp_path):
-    with shared(on_gpu, manifest, [], tmp_path):
-        servers = pids(tmp_path)
-    with shared(replace(on_gpu, restarts=1), manifest, [], tmp_path):
-        assert not any(map(alive, servers))

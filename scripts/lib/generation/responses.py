@@ -21,6 +21,7 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.manifest import Counts, Manifest, Shard, checked_shard, read_manifest
 from scripts.lib.ground.progress import Progress
 from scripts.lib.ground.stage import Job, Result
+from scripts.lib.sharing.leaving import make_room
 
 
 def generate_in_process(job: Job, settings: GenerateSettings, folder: Path) -> Result:
@@ -28,6 +29,7 @@ def generate_in_process(job: Job, settings: GenerateSettings, folder: Path) -> R
 
     Raises StageError when no turn at all got an answer.
     """
+    make_room(job.runtime["device"])
     target = job.input("target").parent
     template = ChatTemplate.load(target)
     conversations = read_conversations(job.input("prepared"), settings.turns)

@@ -22,7 +22,7 @@ from scripts.lib.ground.files import canonical, sha256_file, sha256_text
 from scripts.lib.ground.provenance import ROOT
 from scripts.lib.serving import keeper
 from scripts.lib.serving.claim import WAIT_SECONDS
-from scripts.lib.serving.keeper import Found, Wanted
+from scripts.lib.serving.keeper import FINISHED, Found, Wanted
 from scripts.lib.serving.running import Running, Started
 from scripts.lib.serving.server import attached, checked_version
 from scripts.lib.serving.settings import ServerSettings
@@ -43,12 +43,13 @@ class Lease:
 
     servers: tuple[Found, ...]
     connection: socket.socket
+    log: Path
     failure: StageError | None = None
 
     def check(self, seconds: float = 0.0) -> None:
         """Log restarts. Raises StageError with the last words of a server that is gone for good, if that is seen within `seconds`."""
         while self.failure is None and select.select([self.connection], [], [], seconds)[0]:
-            said = received(self.connection) or {"error": "the keeper of the servers was killed; start again, finished work is kept"}
+            said = received(self.connection) or {"error": f"{self.log}: the keeper of the servers was killed; {FINISHED}"}
             if "error" in said:
                 self.failure = StageError(said["error"])
             else:
@@ -94,13 +95,13 @@ def pooled(settings: ServerSettings, wanted: Sequence[Wanted], one: bool = False
                 raise StageError(reply["error"])
             found = tuple(Found(**server) for server in reply["servers"])
             log.info("%s", "; ".join(f"{server.url} took {server.start_seconds:.0f} s to start" for server in found))
-            yield Lease(found, connection)
+            yield Lease(found, connection, log_path(path))
             return
     raise StageError(f"{path}: the keeper of the servers ended {TRIES} times before it answered; its log is {log_path(path)}")
 
 
 def socket_path(settings: ServerSettings) -> Path:
-    """Where the keeper for `settings` listens: one for each set of GPUs, copy of the project, and version of its code."""
+    """Where the keeper for `settings` listens: one for each set of GPUs, copy of the project, and version of the keeper."""
     parts = [asdict(settings), os.environ.get("CUDA_VISIBLE_DEVICES"), str(ROOT), sha256_file(Path(keeper.__file__))]
     return lock_folder() / f"keeper-{'cpu' if settings.on_cpu else 'gpu'}-{sha256_text(canonical(parts))[:16]}.sock"
 

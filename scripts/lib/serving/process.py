@@ -70,6 +70,8 @@ class ServerProcess:
 
 def last_error(log: Path, start: int) -> str:
     """The last line of `log` from byte `start` on that names an error, else the last line, else a note that there is none."""
+    if not log.exists():
+        return "nothing, the file is gone"
     with log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(start, end - TAIL_BYTES))

@@ -17,7 +17,7 @@ class ServerSettings:
     With `urls`, nothing is started: those servers are used as they are.
     `modules` are folders from which the server can import, for hooks.
     `memory_fraction` None leaves the share of memory for weights and KV cache to SGLang. Port 0 takes a free one.
-    `restarts` counts crashes in a row: a server that ran for `server.STEADY_SECONDS` starts the count anew.
+    `restarts` counts crashes in a row: a server that ran for `supervisor.STEADY_SECONDS` starts the count anew.
     `linger` is how long servers that jobs share outlive the last of them, in seconds. `side_by_side` has both servers of a cell
     up at once.
     """

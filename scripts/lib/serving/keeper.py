@@ -1,9 +1,10 @@
 """The process that keeps servers between the jobs that use them, so that jobs of one configuration share its start.
 
-Run as a program by `pool`: `python -m scripts.lib.serving.keeper SOCKET SETTINGS`. It holds the GPUs, starts what a job asks for, ends
-what the next job does not want, and serves one job at a time: a second one waits at the socket, as two would spoil each other's figures.
-A job is there as long as its connection is, however it ends. After `linger` seconds without a job the keeper ends its servers and itself,
-and before that when a job wants the GPUs for itself (`leaving`); when it is killed, the guardian of each server ends that.
+Run as a program by `pool`: `python -m scripts.lib.serving.keeper SOCKET SETTINGS LOCK`, where LOCK is the descriptor of a lock that keeps
+others from starting a second one until it listens. It holds the GPUs, starts what a job asks for, ends what the next job does not want, and
+serves one job at a time: a second one waits at the socket, as two would spoil each other's figures. A job is there as long as its
+connection is, however it ends. After `linger` seconds without a job the keeper ends its servers and itself, and before that when a job
+wants the GPUs for itself (`leaving`); when it is killed, the guardian of each server ends that.
 
 A job sends one line, `{"wanted": [...], "one": false}`, and gets one back, `{"servers": [...]}` or `{"error": "..."}`. With `one` it gets
 the one of them that runs already, else the first. Lines that follow: a `warning` when a server died and is started again, an `error` when

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from specforge.algorithms.eagle3 import model as its_loss
+from specforge.algorithms.eagle3 import model as its_module
 from specforge.algorithms.eagle3.model import OnlineEagle3Model
 from specforge.core.loss import _compute_loss
 from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
@@ -73,7 +73,7 @@ def its_model(config: LlamaConfig, ids: Tensor, steps: int, device: str, attenti
     On a CPU, which runs no Triton, the loss is the plain function that its package tests its kernel against.
     """
     if device == "cpu":
-        its_loss.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
+        its_module.LogSoftmaxLoss = SimpleNamespace(apply=_compute_loss)
     config.draft_vocab_size, config.pretraining_tp, config.pad_token_id = len(ids), 1, 0
     with torch.device(device):
         draft = LlamaForCausalLMEagle3(config, attention_backend=attention).to(dtype_on(device))

@@ -43,8 +43,11 @@ class Supervisor:
         """Start the server."""
         self._thread.start()
 
-    def up(self, seconds: float = 0.0) -> bool:
-        """Whether the server is there, waited for up to `seconds`. Raises StageError with the log's last error when it cannot be."""
+    def up(self, seconds: float | None = 0.0) -> bool:
+        """Whether the server is there, waited for up to `seconds`, None for as long as it takes.
+
+        Raises StageError with the log's last error when it cannot be.
+        """
         settled = self._settled.wait(seconds)
         self.check()
         return settled
@@ -52,8 +55,7 @@ class Supervisor:
     def open(self) -> None:
         """Start the server and wait for its health. Raises StageError with the log's last error when it dies or takes too long."""
         self.begin()
-        while not self.up(HEALTH_SECONDS):
-            pass
+        self.up(None)
 
     def close(self) -> None:
         """End the server, also in the middle of a start."""

@@ -27,7 +27,6 @@ import torch
 from scripts.lib.engines.decoder import final_states
 from scripts.lib.engines.moving import sent
 from scripts.lib.engines.opening import DTYPES
-from scripts.lib.engines.protocol import RowStates
 from scripts.lib.engines.transformers_engine import TransformersEngine, padded
 from scripts.lib.ground.files import write_bytes
 from scripts.lib.ground.manifest import Counts, Manifest, Shard
@@ -38,7 +37,7 @@ from scripts.lib.states.format import write_rows
 from scripts.lib.states.hidden import Dump
 from scripts.lib.states.marks import RECEIPTS
 from scripts.lib.states.rows import ShardPlan, TokenRow
-from scripts.lib.states.storing import COMPRESSIONS, Storing
+from scripts.lib.states.storing import COMPRESSIONS
 from scripts.lib.states.storing import DTYPES as STORED
 
 GIGA = 1e9
@@ -59,7 +58,9 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokens = sum(len(row.input_ids) for rows in shards for row in rows)
     speeds = turns(dump, shards, options.device, options.repeats)
     captured = dump.writer.capture(dump.plans[0])
-    writes = write_speeds(folder, captured.rows, captured.wait(), dump.settings.storing)
+    states = captured.wait()
+    write = functools.partial(write_rows, rows=captured.rows, states=states, storing=dump.settings.storing, rounded=captured.rounded())
+    writes = write_speeds(folder, write)
     names = ("device", "dtype", "threads", "batch_tokens", "stored", "compression")
     return {name: getattr(options, name) for name in names} | {"shards": len(shards), "tokens": tokens} | speeds | writes
 
@@ -147,17 +148,17 @@ def dumped(dump: Dump, plans: Sequence[ShardPlan], device: str) -> int:
     return sum(receipt.shard.bytes for receipt in receipts if receipt.shard)
 
 
-def write_speeds(folder: Path, rows: Sequence[TokenRow], states: Sequence[RowStates], storing: Storing) -> dict[str, float]:
-    """GB/s of writing `rows` as a shard, and of a plain file of as many bytes, both until the disk has them: medians of turns."""
+def write_speeds(folder: Path, write: Callable[[Path], str]) -> dict[str, float]:
+    """GB/s of a shard that `write` makes, and of a plain file of as many bytes, both until the disk has them: medians of turns."""
     first = folder / "first"
-    write_rows(first, rows, states, storing)
+    write(first)
     size = first.stat().st_size
     first.unlink()
     data = (os.urandom(1 << 20) * (size // (1 << 20) + 1))[:size]
     seconds: dict[str, list[float]] = {"write": [], "disk": []}
     for number in range(WRITES):
         shard, plain = folder / f"shard-{number}", folder / f"plain-{number}"
-        seconds["write"].append(timed(functools.partial(write_rows, shard, rows, states, storing)))
+        seconds["write"].append(timed(functools.partial(write, shard)))
         seconds["disk"].append(timed(functools.partial(write_bytes, plain, data)))
         shard.unlink()
         plain.unlink()

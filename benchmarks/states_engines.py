@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from scripts.lib.engines.opening import DTYPES, open_engine
 from scripts.lib.engines.protocol import RowStates, StateRequest
 from scripts.lib.engines.settings import EngineSettings, TargetShape
 from scripts.lib.states.capture import Batching, capture
-from scripts.lib.states.format import PLAIN
+from scripts.lib.states.format import write_rows
 from scripts.lib.states.rows import TokenRow
 from scripts.lib.states.served import Serving
 from scripts.lib.states.served_asking import ANSWER_SECONDS, IN_FLIGHT, Asking, grouped
@@ -46,7 +47,7 @@ def main() -> None:
         serving = Serving.of(runtime, options.target, options.dtype, boundaries, folder / "partial" / "pieces")
         with serving.open() as asking:
             speeds, states = dumped(asking, rows, options.repeats)
-        speeds |= write_speeds(folder, rows, states, PLAIN)
+        speeds |= write_speeds(folder, partial(write_rows, rows=rows, states=states))
         print(speeds, flush=True)
     settings = EngineSettings("transformers", options.dtype, options.device, options.threads)
     engine = open_engine(settings, options.target, frozenset())

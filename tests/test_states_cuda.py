@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scripts.lib.engines.protocol import StateRequest
+from scripts.lib.engines.protocol import RowStates, StateRequest
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
 from scripts.lib.ground.manifest import Manifest
 from scripts.lib.states import hidden as stage
 from scripts.lib.states.capture import Batching, capture
 from scripts.lib.states.encoded import decoded
 from scripts.lib.states.hidden import hidden
+from scripts.lib.states.landing import Landing
 from scripts.lib.states.reader import read_shard
+from scripts.lib.states.rounded import rounded_aux, rounded_final
+from scripts.lib.states.rounding import FINENESS, off_grid, on_grid, quantised
 from scripts.lib.states.rows import TokenRow
 from tests.stage_inputs import hidden_job, publish_merged, publish_target, some_token_rows
 
@@ -62,6 +65,38 @@ def test_batches_that_are_copied_while_others_run_are_those_that_are_waited_for(
         (wanted,) = engine.states(batch, BOUNDARIES)[int(row.id) % 4 :][:1]
         assert torch.equal(state.aux, wanted.aux.cpu()) and torch.equal(state.final, wanted.final.cpu())
         assert torch.equal(state.argmax, wanted.argmax.cpu())
+
+
+def test_states_that_the_gpu_rounds_are_those_that_the_host_would_make_of_the_same(target: Path) -> None:
+    """Aux states to the last bit. The step of a final state is a mean, added up in another order: a number may go to the next bfloat16."""
+    engine = TransformersEngine(load_target(target.parent, torch.bfloat16, "cuda"), frozenset())
+    rows = [TokenRow(f"{number}", tuple(3 + (number * 31 + place) % 250 for place in range(400)), ((10, 400),)) for number in range(64)]
+    plain = capture(engine, rows, BOUNDARIES, Batching(1600, leads=False)).wait()
+    captured = capture(engine, rows, BOUNDARIES, Batching(1600, leads=False, rounding=torch.device("cuda")))
+    states, made = captured.wait(), captured.rounded()
+    for number, (state, wanted, own) in enumerate(zip(states, plain, made, strict=True)):
+        values, scales = quantised(wanted.aux)
+        assert torch.equal(own.aux.view(torch.uint8), values.view(torch.uint8)) and torch.equal(own.scales, scales)
+        assert torch.allclose(own.final.float(), off_grid(*on_grid(wanted.final)).float(), rtol=2**-7, atol=1e-6)
+        assert torch.equal(state.final, wanted.final) and torch.equal(state.argmax, wanted.argmax)
+        assert torch.equal(state.aux, wanted.aux if number == captured.whole else wanted.aux[:0])
+
+
+def test_rounding_on_the_gpu_is_that_of_the_host_for_numbers_of_every_size() -> None:
+    """Also where a division by a constant and a product with its reciprocal part, and where the host's own states are sent there."""
+    torch.manual_seed(0)
+    aux = (torch.randn(20000, 3, 64) * torch.logspace(-30, 30, 20000, base=2)[:, None, None]).bfloat16()
+    final = aux[:, 0].contiguous()
+    values, scales = quantised(aux)
+    bits, factors = rounded_aux(aux.cuda())
+    assert torch.equal(bits.cpu(), values.view(torch.uint8)) and torch.equal(factors.cpu(), scales)
+    wanted, made = off_grid(*on_grid(final)).float(), rounded_final(final.cuda()).cpu().float()
+    step = final.float().square().mean(-1, keepdim=True).sqrt() / FINENESS
+    assert ((wanted != made).float().mean() < 1e-3) and ((wanted - made).abs() <= wanted.abs() * 2**-7 + step * 1.01).all()
+    states = [RowStates(aux[:50], final[:9], torch.arange(9)), RowStates(aux[50:90], final[9:12], torch.arange(3))]
+    landed = Landing(torch.device("cuda")).land(states, 1)
+    assert [len(state.aux) for state in landed.wait()] == [0, 40] and landed.defects() == [None, None]
+    assert torch.equal(torch.cat([row.scales for row in landed.rounded]), scales[:90])
 
 
 def test_rows_with_a_common_beginning_run_in_the_flash_kernels(target: Path) -> None:

@@ -7,9 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from scripts.lib.engines.protocol import RowStates, StateRequest, TargetEngine
 from scripts.lib.ground.errors import StageError
+from scripts.lib.states.checks import sampled
 from scripts.lib.states.landing import Landed, Landing
+from scripts.lib.states.rounded import Rounded
 from scripts.lib.states.rows import TokenRow
 
 LEAD_TOKENS = 16  # rows with so many first tokens in common are put together: most begin with the same system text
@@ -23,25 +27,40 @@ def unknown(_: Sequence[TokenRow]) -> None:
 
 @dataclass(frozen=True)
 class Batching:
-    """At most `tokens` padded tokens of rows in a batch, or one longer row. `leads`: rows with the same first tokens are put together."""
+    """At most `tokens` padded tokens of rows in a batch, or one longer row. `leads`: rows with the same first tokens are put together.
+
+    `rounding` is the device that rounds the states of a batch as a shard in fp8 holds them, None where they come as they are.
+    """
 
     tokens: int
     leads: bool = True
+    rounding: torch.device | None = None
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The `rows` of a shard and batches of them as they land, each with the numbers of its rows."""
+    """The `rows` of a shard and batches of them as they land, each with the numbers of its rows.
+
+    Row `whole` is the only one whose aux states are all there if a device rounded them; None where none did.
+    """
 
     rows: Sequence[TokenRow]
     batches: Sequence[tuple[Sequence[int], Landed]]
+    whole: int | None
 
     def wait(self) -> list[RowStates]:
-        """The states of all rows, in their order, as a shard holds them."""
+        """The states of all rows, in their order."""
         made: dict[int, RowStates] = {}
         for numbers, landed in self.batches:
             made |= zip(numbers, landed.wait(), strict=True)
         return [made[number] for number in range(len(self.rows))]
+
+    def rounded(self) -> list[Rounded]:
+        """What a shard holds of all rows, if a device rounded them; to be asked when they are there."""
+        made: dict[int, Rounded] = {}
+        for numbers, landed in self.batches:
+            made |= zip(numbers, landed.rounded, strict=self.whole is not None)
+        return [made[number] for number in range(len(self.rows)) if made]
 
     def defects(self) -> list[str | None]:
         """Why the states of each row must not be trained on, or None; to be asked when all are there."""
@@ -67,9 +86,12 @@ def capture(
             check_shape(row, state)
         return states
 
-    landing = Landing()
-    cut = batches([row.input_ids for row in rows], batching)
-    return Captured(rows, [(batch, landing.land(made([rows[index] for index in batch]))) for batch in cut])
+    landing, whole = Landing(batching.rounding), sampled(rows) if batching.rounding else None
+    landed: list[tuple[Sequence[int], Landed]] = []
+    for batch in batches([row.input_ids for row in rows], batching):
+        own = batch.index(whole) if whole in batch else None
+        landed.append((batch, landing.land(made([rows[index] for index in batch]), own)))
+    return Captured(rows, landed, whole)
 
 
 def batches(rows: Sequence[Sequence[int]], batching: Batching) -> Iterator[list[int]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from scripts.lib.engines.protocol import RowStates
 from scripts.lib.ground.files import whole_file
 from scripts.lib.states.encoded import States, decoded, encoded
+from scripts.lib.states.rounded import Rounded
 from scripts.lib.states.rows import TokenRow
 from scripts.lib.states.storing import Storing
 
@@ -69,22 +70,30 @@ def write_shard(path: Path, shard: HiddenShard, storing: Storing = PLAIN) -> str
     return write_states(path, plain, {name: [decoded(getattr(shard, name))] for name in STATES}, shard.ids, storing)
 
 
-def write_rows(path: Path, rows: Sequence[TokenRow], states: Sequence[RowStates], storing: Storing = PLAIN) -> str:
-    """The file that `write_shard` of the `packed` ones makes. The `states` are not put together first: they may be gigabytes."""
-    plain = tables(rows) | {"argmax": torch.cat([state.argmax for state in states]).to(torch.int32)}
-    parts = {"aux": [state.aux for state in states], "final": [state.final for state in states]}
-    return write_states(path, plain, parts, tuple(row.id for row in rows), storing)
+def write_rows(
+    path: Path, rows: Sequence[TokenRow], states: Sequence[RowStates], storing: Storing = PLAIN, rounded: Sequence[Rounded] = ()
+) -> str:
+    """The file that `write_shard` of the `packed` ones makes. The `states` are not put together first: they may be gigabytes.
+
+    Of those that are `rounded` already, for fp8 without compression, the bytes are only written.
+    """
+    plain, ids = tables(rows) | {"argmax": chosen([state.argmax for state in states])}, tuple(row.id for row in rows)
+    if rounded:
+        return write_parts(path, {name: [tensor] for name, tensor in plain.items()} | rounded_parts(rounded), ids)
+    return write_states(path, plain, {name: [getattr(state, name) for state in states] for name in STATES}, ids, storing)
 
 
 def write_states(path: Path, plain: Mapping[str, Tensor], states: Mapping[str, Parts], ids: Sequence[str], storing: Storing) -> str:
-    """Write a shard of `plain` tensors and the parts of its `states`, `aux` and `final`; the sha256 of the file.
-
-    The header has one entry, `ids`: several come in a random order.
-    """
+    """Write a shard of `plain` tensors and the parts of its `states`, `aux` and `final`; the sha256 of the file."""
     borders = {"aux": plain["row_offsets"].tolist(), "final": final_borders(plain["row_offsets"], plain["final_index"])}
     tensors: dict[str, Parts] = {name: [tensor] for name, tensor in plain.items()}
     for name in STATES:
         tensors |= encoded_parts(name, states[name], borders[name], storing)
+    return write_parts(path, tensors, ids)
+
+
+def write_parts(path: Path, tensors: Mapping[str, Parts], ids: Sequence[str]) -> str:
+    """Write the file of a shard; its sha256. The header has one entry, `ids`: several come in a random order."""
     try:
         return write_tensors(path, tensors, {"ids": json.dumps(ids, ensure_ascii=False)})
     except OSError as error:
@@ -103,6 +112,11 @@ def encoded_parts(name: str, parts: Parts, borders: Sequence[int], storing: Stor
         for part, tensor in encoded(name, together(some), [0, sum(map(len, some))], storing).items():
             made.setdefault(part, []).append(tensor)
     return dict(made)
+
+
+def rounded_parts(rows: Sequence[Rounded]) -> dict[str, Parts]:
+    """The tensors that hold the states of `rows` in fp8 without compression."""
+    return {"aux": [row.aux for row in rows], "aux.scales": [row.scales for row in rows], "final": [row.final for row in rows]}
 
 
 def stretches(parts: Parts) -> list[Parts]:
@@ -156,6 +170,11 @@ def sha256_of(data: Sequence[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+def chosen(argmax: Sequence[Tensor]) -> Tensor:
+    """`argmax` of the rows end to end, i32 [F]."""
+    return torch.cat(list(argmax)).to(torch.int32)
+
+
 def final_borders(row_offsets: Tensor, final_index: Tensor) -> list[int]:
     """Where the final states of each row start, and where those of the last one end."""
     return torch.searchsorted(final_index, row_offsets).tolist()
@@ -167,7 +186,7 @@ def packed(rows: Sequence[TokenRow], states: Sequence[RowStates]) -> HiddenShard
         **tables(rows),
         aux=torch.cat([state.aux for state in states]),
         final=torch.cat([state.final for state in states]),
-        argmax=torch.cat([state.argmax for state in states]).to(torch.int32),
+        argmax=chosen([state.argmax for state in states]),
         ids=tuple(row.id for row in rows),
     )
 

@@ -24,6 +24,7 @@ from scripts.lib.states.capture import Batching
 from scripts.lib.states.finishing import workers, written
 from scripts.lib.states.marks import RECEIPTS
 from scripts.lib.states.reuse import Earlier, write_table
+from scripts.lib.states.rounded import rounding_device
 from scripts.lib.states.rows import SPLITS, ShardPlan, plan_shards
 from scripts.lib.states.served import ServedEngine, Serving
 from scripts.lib.states.settings import HiddenSettings
@@ -66,7 +67,8 @@ class Dump:
         (folder / RECEIPTS).mkdir(exist_ok=True)
         versions = served.serving.versions() if served else {name: metadata.version(name) for name in ("torch", "transformers")}
         earlier = Earlier(job.output, context(job, opening, boundaries, versions))
-        batching = Batching(settings.together, leads=opening.device == "cpu")
+        rounding = rounding_device(settings.engine, settings.storing, opening.device)
+        batching = Batching(settings.together, leads=opening.device == "cpu", rounding=rounding)
         writer = ShardWriter(folder, settings, boundaries, engine, frozenset(job.settings.get("greedy", ())), earlier, batching)
         return cls(settings, shape, plans, rejected, writer, served, versions)
 

@@ -21,7 +21,7 @@ def quantised(states: Tensor) -> tuple[Tensor, Tensor]:
 
     A scale per token and layer: the first tokens of a text are orders of magnitude larger than all others.
     """
-    scales = states.abs().amax(-1).float() / LARGEST
+    scales = divided(states.abs().amax(-1).float(), LARGEST)
     return (states.float() / scales[..., None]).to(FP8), scales
 
 
@@ -48,7 +48,7 @@ def on_grid(states: Tensor, fineness: int = FINENESS) -> tuple[Tensor, Tensor]:
     of floating point does: it is the even one that takes the fewest bits. There are `fineness` steps to the root mean square of a state.
     """
     wide = states.float()
-    steps = wide.square().mean(-1).sqrt() / fineness
+    steps = divided(wide.square().mean(-1).sqrt(), fineness)
     return (wide / steps[:, None]).round().to(torch.int16), steps
 
 
@@ -60,8 +60,16 @@ def off_grid(multiples: Tensor, steps: Tensor) -> Tensor:
     return result
 
 
-def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same stretches of all `tensors`: torch converts those of the first in the calling thread alone, and they stay in the cache."""
+def divided(numbers: Tensor, divisor: float) -> Tensor:
+    """`numbers` over `divisor`, the same to the last bit on any device: by a Python number a GPU would multiply with the reciprocal."""
+    return numbers / torch.full((), divisor, dtype=numbers.dtype, device=numbers.device)
+
+
+def blocks(*tensors: Tensor, numbers: int = SERIAL) -> Iterator[tuple[Tensor, ...]]:
+    """The same stretches of all `tensors`, of at most so many `numbers` of the first, or one state.
+
+    So few as are meant without another word torch converts in the calling thread alone, and they stay in the cache.
+    """
     first = tensors[0]
-    size = max(SERIAL * len(first) // max(first.numel(), 1), 1)
+    size = max(numbers * len(first) // max(first.numel(), 1), 1)
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)

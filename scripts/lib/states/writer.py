@@ -2,21 +2,22 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from scripts.lib.engines.protocol import RowStates, StateRequest, TargetEngine
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import sha256_text, write_json
+from scripts.lib.ground.files import write_json
 from scripts.lib.ground.manifest import Shard
 from scripts.lib.states.capture import Batching, Captured, batches, capture
-from scripts.lib.states.checks import check_sample, unlike_greedy
+from scripts.lib.states.checks import check_sample, sampled, unlike_greedy
 from scripts.lib.states.format import write_rows
 from scripts.lib.states.marks import receipt_path
 from scripts.lib.states.reader import read_shard
 from scripts.lib.states.reuse import Earlier
+from scripts.lib.states.rounded import Rounded
 from scripts.lib.states.rows import ShardPlan, TokenRow, digest
 from scripts.lib.states.settings import HiddenSettings
 
@@ -88,23 +89,29 @@ class ShardWriter:
         good = [place for place, why in enumerate(defects) if why is None]
         rejected = tuple((place, rows[place].id, why) for place, why in enumerate(defects) if why)
         kept, own = [rows[place] for place in good], [states[place] for place in good]
-        greedy, unlike = self._checked(kept, own)
-        members = self._members(rows)
-        shard = self._written(plan.name, kept, own) if good else None
+        if good:
+            self._check_sample(captured, states, good)
+        greedy, unlike = self._unlike_greedy(kept, own)
+        members, rounded = self._members(rows), captured.rounded()
+        shard = self._written(plan.name, kept, own, [rounded[place] for place in good if rounded]) if good else None
         receipt = Receipt(digest(rows), rejected, greedy, unlike, tuple(members[place] for place in good), shard)
         write_json(receipt_path(self.folder, plan.name), asdict(receipt))
         return receipt
 
-    def _written(self, name: str, rows: Sequence[TokenRow], states: Sequence[RowStates]) -> Shard:
+    def _written(self, name: str, rows: Sequence[TokenRow], states: Sequence[RowStates], rounded: Sequence[Rounded]) -> Shard:
         path = self.folder / name
-        digest_of_file = write_rows(path, rows, states, self.settings.storing)
+        digest_of_file = write_rows(path, rows, states, self.settings.storing, rounded)
         return Shard(name, len(rows), sum(len(row.input_ids) for row in rows), path.stat().st_size, digest_of_file)
 
-    def _checked(self, rows: Sequence[TokenRow], states: Sequence[RowStates]) -> tuple[int, int]:
-        """Check one row against the reference, and all that were written greedily against their tokens: those counted, those unlike."""
-        if rows:
-            sample = min(range(len(rows)), key=lambda place: sha256_text(rows[place].id))
-            check_sample(self.engine(), rows[sample], states[sample], self.boundaries, self.settings.noise)
+    def _check_sample(self, captured: Captured, states: Sequence[RowStates], good: Sequence[int]) -> None:
+        """Check one of the rows `good` against the reference. All are captured again if that one was rounded: seldom, after a defect."""
+        place = good[sampled([captured.rows[place] for place in good])]
+        if captured.whole not in (None, place):
+            states = capture(self.engine(), captured.rows, self.boundaries, replace(self.batching, rounding=None)).wait()
+        check_sample(self.engine(), captured.rows[place], states[place], self.boundaries, self.settings.noise)
+
+    def _unlike_greedy(self, rows: Sequence[TokenRow], states: Sequence[RowStates]) -> tuple[int, int]:
+        """Compare rows that were written greedily with their tokens: those counted, those unlike. Raises StageError for too many."""
         places = [place for place, row in enumerate(rows) if row.dataset in self.greedy]
         if not places:
             return 0, 0

@@ -1,7 +1,7 @@
 """States in fp8 without compression, rounded where they were computed: what takes a host longer than a pass takes a GPU next to nothing.
 
 An e4m3 and its scale are the same to the last bit wherever they are made. The step of a grid is a mean, which devices add up in other
-orders: it may differ in its last bit from that of a CPU, and then a number of a final state here and there in the last of a bfloat16.
+orders: it may differ in its last bit from that of a CPU, and then a number of a final state here and there is rounded to the next one.
 
 Shapes: T tokens and F positions with a teacher of one row or several, H hidden size.
 """

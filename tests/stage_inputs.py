@@ -178,8 +178,9 @@ def kill_when(job: Job, count: int, pattern: str, delay: float, log: Path) -> No
     while process.is_alive() and progress_of(job, pattern) < count:
         time.sleep(0.001)
     time.sleep(delay)
-    with contextlib.suppress(ProcessLookupError):  # it may have ended
+    with contextlib.suppress(ProcessLookupError):  # it may have ended, or has not made its group yet
         os.killpg(process.pid or 0, signal.SIGKILL)
+    process.kill()
     process.join()
 
 

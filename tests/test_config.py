@@ -83,7 +83,8 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             'drafters.eagle3.learning_rate: "1e-4" is not a number (YAML reads 1e-4 as text: write 1.0e-4)',
             "drafters.eagle3.epoch: unknown key (did you mean epochs?)",
             'encode.max_length: "long" is not a whole number',
-            'generate.turns: "some" is none of first, all, last',
+            'generate.turns: "some" does not fit (assistant turns that the target writes anew: first, all, last or a number, '
+            "the first so many and nothing behind them)",
             'hidden.max_bytes: "8000" is not a whole number or null '
             "(this is text: take its quotes away, or what stood in braces after --config into a file for --configfile)",
             "seed: missing (required here)",

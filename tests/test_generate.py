@@ -96,6 +96,8 @@ DIALOGUE = [
     ("messages", "turns", "wanted"),
     [
         (DIALOGUE, "first", (1,)),
+        (DIALOGUE, 2, (1, 3)),
+        (DIALOGUE, 4, (1, 3, 5)),
         (DIALOGUE, "all", (1, 3, 5)),
         (DIALOGUE, "last", (3, 5)),
         (user("one"), "first", (1,)),
@@ -106,7 +108,7 @@ DIALOGUE = [
         ([message("system", "be kind")], "all", ()),
     ],
 )
-def test_the_turns_to_write(messages: list[dict[str, Any]], turns: str, wanted: tuple[int, ...]) -> None:
+def test_the_turns_to_write(messages: list[dict[str, Any]], turns: str | int, wanted: tuple[int, ...]) -> None:
     assert places(from_rows(messages), turns) == wanted
 
 
@@ -120,8 +122,8 @@ def test_later_turns_see_the_new_answers_and_keep_what_users_and_tools_said() ->
     assert [turn.content for turn in conversation.history()] == ["one", "new 1", "4", "new 2", "two"]
 
 
-@pytest.mark.parametrize(("turns", "wanted"), [("first", 1), ("all", 3), ("last", 2)])
-def test_all_turns_are_answered_round_by_round(target: Path, tmp_path: Path, scripted: Any, turns: str, wanted: int) -> None:
+@pytest.mark.parametrize(("turns", "wanted"), [("first", 1), (2, 2), ("all", 3), ("last", 2)])
+def test_all_turns_are_answered_round_by_round(target: Path, tmp_path: Path, scripted: Any, turns: str | int, wanted: int) -> None:
     engine = scripted(lambda request: f"a{request.key.split('/')[2]}")
     job = generate_job(
         tmp_path, publish_prepared(tmp_path / "p", [prepared_row("b", DIALOGUE), prepared_row("a", DIALOGUE)]), target, turns=turns
@@ -132,7 +134,7 @@ def test_all_turns_are_answered_round_by_round(target: Path, tmp_path: Path, scr
     assert len(engine.asked) == len(set(engine.asked)) == 2 * wanted
     template = ChatTemplate.load(target.parent)
     last = template.decode(table["prompt_ids"].to_list()[-1])
-    assert ("old 1" in last, "a0" in last) == {"first": (False, False), "all": (False, True), "last": (True, True)}[turns]
+    assert ("old 1" in last, "a0" in last) == {"first": (False, False), 2: (False, True), "all": (False, True), "last": (True, True)}[turns]
     assert table["prompt_ids"].to_list()[0][-1] == template.prompt_ids([Message("user", "x")])[-1]
 
 

@@ -124,8 +124,8 @@ def test_within_a_window_the_longest_expected_answers_go_first(target: Path, tmp
     assert [prompt_text(body).split("=")[1] for body in stub.asked] == ["4000", "400", "40", "0", "4"]
 
 
-@pytest.mark.parametrize(("turns", "wanted"), [("first", 1), ("all", 3), ("last", 1)])
-def test_later_turns_are_asked_on_the_new_history(target: Path, tmp_path: Path, turns: str, wanted: int) -> None:
+@pytest.mark.parametrize(("turns", "wanted"), [("first", 1), (2, 2), ("all", 3), ("last", 1)])
+def test_later_turns_are_asked_on_the_new_history(target: Path, tmp_path: Path, turns: str | int, wanted: int) -> None:
     def script(body: dict[str, Any]) -> Say:
         return Say(native(text_ids(f"new {prompt_text(body).count('<|im_start|>assistant')}")))
 
@@ -133,7 +133,8 @@ def test_later_turns_are_asked_on_the_new_history(target: Path, tmp_path: Path, 
         table, _, _ = result(served_job(tmp_path, [prepared_row("a", DIALOGUE), prepared_row("b", DIALOGUE)], target, [url], turns=turns))
     assert table.select("id", "turn").rows() == [(name, turn) for name in "ab" for turn in range(wanted)]
     last = ChatTemplate.load(target.parent).decode(table["prompt_ids"].to_list()[-1])
-    assert ("old 1" in last, "new 1" in last) == {"first": (False, False), "all": (False, True), "last": (True, False)}[turns]
+    seen = {"first": (False, False), 2: (False, True), "all": (False, True), "last": (True, False)}
+    assert ("old 1" in last, "new 1" in last) == seen[turns]
 
 
 def test_tool_results_of_the_source_stay(target: Path, tmp_path: Path) -> None:

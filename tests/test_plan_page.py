@@ -116,7 +116,17 @@ def shards_of(manifest: Path) -> list[Shard]:
     return [Shard(**shard) for shard in json.loads(manifest.read_text())["shards"]]
 
 
-@pytest.mark.parametrize(("turns", "between", "answers"), [("first", [], [3]), ("all", [4], [3, None]), ("last", [4, 3], [None])])
+@pytest.mark.parametrize(
+    ("turns", "between", "answers"),
+    [
+        ("first", [], [3]),
+        (1, [], [3]),
+        (2, [4], [3, None]),
+        (9, [4], [3, None]),
+        ("all", [4], [3, None]),
+        ("last", [4, 3], [None]),
+    ],
+)
 def test_turns_decide_what_counts(turns, between, answers):
     sizes = row_sizes([turn("user", "q1"), turn("assistant", "abc"), turn("user", "more")], 7, turns)
     assert (sizes.prompt, sizes.between, sizes.answers) == (2, between, answers)

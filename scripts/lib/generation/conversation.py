@@ -23,8 +23,8 @@ class Conversation:
     answers: list[Message] = field(default_factory=list)
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], turns: str) -> "Conversation":
-        """The conversation of a prepared `row`; `turns` is first, all or last."""
+    def of(cls, row: Mapping[str, Any], turns: str | int) -> "Conversation":
+        """The conversation of a prepared `row`; `turns` as `places` takes it."""
         messages = from_rows(row["messages"])
         partition, tokens = row["partition"], row["prompt_tokens"]
         return cls(row["id"], row["group"], row["prompt_hash"], row["tools"], partition, tokens, messages, places(messages, turns))
@@ -40,14 +40,15 @@ class Conversation:
         return tuple(written.get(index, message) for index, message in enumerate(self.messages[: self.places[self.turn]]))
 
 
-def places(messages: Sequence[Message], turns: str) -> tuple[int, ...]:
+def places(messages: Sequence[Message], turns: str | int) -> tuple[int, ...]:
     """Message indexes of the turns to write: of assistant messages after the first user message, and the end when that awaits an answer.
 
-    `first` is the answer to the first user turn, `all` is every answer, `last` is the last one and what it needs: those still pending.
+    `first` is the answer to the first user turn, a number the first so many, `all` is every answer, `last` is the last one and what it
+    needs: those still pending.
     """
     every = tuple(answerable(messages))
-    if turns == "first":
-        return every[:1]
+    if isinstance(turns, int) or turns == "first":
+        return every[: 1 if turns == "first" else int(turns)]
     if turns == "all":
         return every
     return tuple(place for place in every[:-1] if messages[place].pending) + every[-1:]

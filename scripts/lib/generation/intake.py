@@ -28,7 +28,7 @@ class Opened:
 class Intake:
     """The rows behind the manifest of stage prepare; only one window of them is in memory at a time."""
 
-    def __init__(self, manifest: Path, turns: str, window: int) -> None:
+    def __init__(self, manifest: Path, turns: str | int, window: int) -> None:
         self.turns, self.window = turns, window
         self.files = [checked_shard(manifest.parent, shard) for shard in read_manifest(manifest, "prepare").shards]
         ids = pl.concat([pl.scan_parquet(path).select("id") for path in self.files]).collect()["id"]

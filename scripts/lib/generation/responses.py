@@ -47,7 +47,7 @@ def generate_in_process(job: Job, settings: GenerateSettings, folder: Path) -> R
     return written(job, folder, rounds)
 
 
-def read_conversations(manifest: Path, turns: str) -> list[Conversation]:
+def read_conversations(manifest: Path, turns: str | int) -> list[Conversation]:
     """The conversations of the prepared rows behind `manifest`. Raises StageError when an id comes twice."""
     shards = [checked_shard(manifest.parent, shard) for shard in read_manifest(manifest, "prepare").shards]
     conversations = [Conversation.of(row, turns) for shard in shards for row in pl.read_parquet(shard).iter_rows(named=True)]

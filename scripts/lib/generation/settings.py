@@ -19,7 +19,7 @@ class GenerateSettings:
     engine: str
     dtype: str
     batch: int
-    turns: str
+    turns: str | int
     temperature: float
     max_tokens: Mapping[str, int]
     truncated: str
@@ -29,7 +29,7 @@ class GenerateSettings:
         """Read the slice `{"generate": {...}, "name": ..., "seed": ...}`. Raises StageError for a value that is none of the choices."""
         section = settings["generate"]
         for option, choices in CHOICES.items():
-            if section[option] not in choices:
+            if section[option] not in choices and not (option == "turns" and isinstance(section[option], int) and section[option] > 0):
                 raise StageError(f"generate.{option}: {section[option]!r} is none of {', '.join(choices)}")
         return cls(name=settings["name"], seed=settings["seed"], **section)
 

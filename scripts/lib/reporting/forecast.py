@@ -19,7 +19,7 @@ from scripts.lib.states.storing import Storing
 class Limits:
     """What bounds a row: which turns the target writes, its longest answer, the longest row."""
 
-    turns: str
+    turns: str | int
     max_tokens: int
     max_length: int
 
@@ -93,7 +93,7 @@ def cut(context: float, answers: Sequence[float], max_length: int) -> Estimate:
     return Estimate(min(whole, max_length), min(whole, max_length) * share)
 
 
-def sizes(manifest: Manifest, folder: Path, turns: str) -> Iterator[Sizes]:
+def sizes(manifest: Manifest, folder: Path, turns: str | int) -> Iterator[Sizes]:
     """The sizes of every prepared row, a file at a time."""
     for shard in manifest.shards:
         frame = pl.read_parquet(checked_shard(folder, shard), columns=["messages", "prompt_tokens"])
@@ -101,8 +101,8 @@ def sizes(manifest: Manifest, folder: Path, turns: str) -> Iterator[Sizes]:
             yield row_sizes(messages, prompt_tokens, turns)
 
 
-def row_sizes(messages: Sequence[Mapping[str, Any]], prompt_tokens: int, turns: str) -> Sizes:
-    """One row as far as the turns that count: the first answer, all of them, or the last with what stands before it."""
+def row_sizes(messages: Sequence[Mapping[str, Any]], prompt_tokens: int, turns: str | int) -> Sizes:
+    """One row as far as the turns that count: the first answer, the first so many, all, or the last with what stands before it."""
     stretches, answers = [0], []
     for message in messages:
         text = sum(len(message[part] or "") for part in ("content", "reasoning_content", "tool_calls"))
@@ -114,8 +114,9 @@ def row_sizes(messages: Sequence[Mapping[str, Any]], prompt_tokens: int, turns: 
     if stretches[-1] or not answers:
         answers.append(None)  # the conversation ends with a question
     prompt, *between = stretches[: len(answers)]
-    if turns == "first":
-        return Sizes(prompt_tokens, prompt, [], answers[:1])
+    if isinstance(turns, int) or turns == "first":
+        count = 1 if turns == "first" else int(turns)
+        return Sizes(prompt_tokens, prompt, between[: count - 1], answers[:count])
     if turns == "last":
         return Sizes(prompt_tokens, prompt, [*between, *(answer or 0 for answer in answers[:-1])], answers[-1:])
     return Sizes(prompt_tokens, prompt, between, answers)

@@ -13,12 +13,17 @@ from scripts.lib.ground.stage import RECORDED_VERSIONS, installed
 DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+([\d.]+)")
 # Behind the speed of a server; asked of its own interpreter.
 SERVER_PACKAGES = ("sglang", "torch", "triton", "transformers", "sglang-kernel", "sgl-kernel", "flashinfer-python", "xgrammar")
+# Of several copies the first on the path is the one that is imported, and the one that `version` finds.
 LIST_PACKAGES = f"""
 import json
 from importlib import metadata
-named = [(found.metadata["Name"], found.version) for found in metadata.distributions()]
-known = {{name.lower(): version for name, version in named if name}}
-print(json.dumps({{name: known[name] for name in {SERVER_PACKAGES!r} if name in known}}))
+found = {{}}
+for name in {SERVER_PACKAGES!r}:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
 """
 
 

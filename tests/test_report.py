@@ -1,4 +1,5 @@
 import csv
+import json
 import re
 import subprocess
 import sys
@@ -109,6 +110,17 @@ def test_the_plan_gives_no_rate_for_a_resumed_job(folder):
     text = (folder / "plan.md").read_text()
     assert "| generate | prompts | 60 | 55 | – | 0 B | 2.0 (resumed) | – | – | 3.0 GiB |" in text
     assert re.search(r"\| train \| eagle3 \| 140 \| 140 \| 8,000 \| [\d.]+ B \| 2\.0 \| 70\.0 \| 4,000\.0 \| 3\.0 GiB \|", text)
+
+
+def test_the_plan_gives_no_rate_for_a_job_that_took_no_time(tmp_path):
+    """Less than half a millisecond is written as none."""
+    job = publish_run(tmp_path, [cell("a", "x")])
+    for manifest in (job.input("merged"), job.input("vocab")):
+        cost = manifest.with_name("cost.json")
+        cost.write_text(json.dumps(json.loads(cost.read_text()) | {"seconds": 0.0, "resumed": False}))
+    run(job, report)
+    lines = [line for line in (job.output / "plan.md").read_text().splitlines() if line.startswith(("| merge |  | 1", "| vocab |  | 1"))]
+    assert len(lines) == 2 and all("| 0.0 | – | – |" in line for line in lines)
 
 
 class Links(HTMLParser):

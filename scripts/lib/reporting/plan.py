@@ -72,7 +72,7 @@ def rejected_table(run: Run) -> Table:
 
 
 def cost_table(run: Run) -> Table:
-    """Work and cost of every job. A resumed job knows the seconds of its last attempt only, which make no rate."""
+    """Work and cost of every job. A resumed job knows the seconds of its last attempt only, which make no rate, as none at all do."""
     header = ["stage", "of", "rows in", "rows out", "tokens", "bytes", "seconds", "rows/s", "tokens/s", "peak memory"]
     lines = [cost_line(stage, part) for stage, part in run]
     total = sum(part.cost["seconds"] for _, part in run)
@@ -86,7 +86,7 @@ def cost_line(stage: str, part: Published) -> list[str]:
     counts, seconds = part.manifest.counts, part.cost["seconds"]
     tokens = part.cost.get("trained_tokens", part.tokens) or None
     resumed = part.cost["resumed"]
-    per_second = (None, None) if resumed else (counts.rows_in / seconds, tokens / seconds if tokens else None)
+    per_second = (None, None) if resumed or not seconds else (counts.rows_in / seconds, tokens / seconds if tokens else None)
     return [
         stage,
         part.name,

@@ -2,9 +2,10 @@
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import LlamaConfig
 
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.training.batches import TrainingRow
+from scripts.lib.training.optimizers import ADAMW, MUON
 from scripts.lib.training.slots import trained_slots
 
 LENGTHS = Path(__file__).with_name("sharegpt-lengths.json")
@@ -35,6 +37,8 @@ class Shape:
     slots: int = 8192  # trained tokens of a batch
     longest: int = 2048  # tokens of a row
     conversation: tuple[int, int] | None = None  # prompt and answer of every row; None: drawn from real lengths
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # what of the drafter's config is not as the target has it
+    optimizer: str = ADAMW
 
     def target(self) -> LlamaConfig:
         """A Llama config of these sizes."""
@@ -58,7 +62,7 @@ class Shape:
         torch.manual_seed(0)
         with torch.device(device):
             drafter = Drafter(
-                DrafterConfig.from_target(self.target(), len(ids), boundaries),
+                replace(DrafterConfig.from_target(self.target(), len(ids), boundaries), **self.recipe),
                 (ids - torch.arange(len(ids), device=ids.device)).to(device),
                 t2d.to(device),
             )
@@ -72,6 +76,12 @@ SHAPES = {
     "llama-8b": Shape(4096, 14336, 32, 8, 128, 128256, 32000, 7, 32, 500000.0),
     "kimi": Shape(7168, 18432, 64, 64, 128, 163840, 32000, 4, 61, 50000.0),
     "smollm2": Shape(576, 1536, 9, 3, 64, 49152, 16384, 5, 30, 100000.0),
+    # The drafter of configs/smollm2-h200.yaml.
+    "smollm2-h200": Shape(
+        *(576, 1536, 9, 3, 64, 49152, 32768, 4, 30, 100000.0),
+        recipe={"num_hidden_layers": 3, "intermediate_size": 4096, "fc_norm": True, "norm_output": True},
+        optimizer=MUON,
+    ),
     "demo": Shape(576, 1536, 9, 3, 64, 49152, 8192, 2, 30, 100000.0, 400, 256, (81, 108)),
 }
 

@@ -59,7 +59,7 @@ REPAIRS: Mapping[str, str] = {
     "server_differs": "start the server with the flags that are meant",
     "extension_eager": "serve with --attention-backend triton or flashinfer, or a newer SGLang (0.5.23 has that graph)",
     "accept_impossible": "do not trust this server's counters: look for SGLANG_SIMULATE_ACC_LEN and for another number of steps",
-    "server_silent": "use an SGLang that reports spec_verify_ct and /server_info",
+    "server_silent": "use a newer SGLang (0.5.23 does tokenise)",
 }
 
 

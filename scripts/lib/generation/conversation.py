@@ -47,8 +47,9 @@ def places(messages: Sequence[Message], turns: str | int) -> tuple[int, ...]:
     needs: those still pending.
     """
     every = tuple(answerable(messages))
-    if isinstance(turns, int) or turns == "first":
-        return every[: 1 if turns == "first" else int(turns)]
+    count = 1 if turns == "first" else turns
+    if isinstance(count, int):
+        return every[:count]
     if turns == "all":
         return every
     return tuple(place for place in every[:-1] if messages[place].pending) + every[-1:]

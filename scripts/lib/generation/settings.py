@@ -29,7 +29,8 @@ class GenerateSettings:
         """Read the slice `{"generate": {...}, "name": ..., "seed": ...}`. Raises StageError for a value that is none of the choices."""
         section = settings["generate"]
         for option, choices in CHOICES.items():
-            if section[option] not in choices and not (option == "turns" and isinstance(section[option], int) and section[option] > 0):
+            counted = option == "turns" and isinstance(section[option], int) and section[option] > 0
+            if section[option] not in choices and not counted:
                 raise StageError(f"generate.{option}: {section[option]!r} is none of {', '.join(choices)}")
         return cls(name=settings["name"], seed=settings["seed"], **section)
 

@@ -114,8 +114,8 @@ def row_sizes(messages: Sequence[Mapping[str, Any]], prompt_tokens: int, turns: 
     if stretches[-1] or not answers:
         answers.append(None)  # the conversation ends with a question
     prompt, *between = stretches[: len(answers)]
-    if isinstance(turns, int) or turns == "first":
-        count = 1 if turns == "first" else int(turns)
+    count = 1 if turns == "first" else turns
+    if isinstance(count, int):
         return Sizes(prompt_tokens, prompt, between[: count - 1], answers[:count])
     if turns == "last":
         return Sizes(prompt_tokens, prompt, [*between, *(answer or 0 for answer in answers[:-1])], answers[-1:])

@@ -6,6 +6,7 @@ Shapes: T tokens of a row, F positions of it with a teacher, H hidden size.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from scripts.lib.states.rows import TokenRow
 
 LEAD_TOKENS = 16  # rows with so many first tokens in common are put together: most begin with the same system text
 LEAD_ROWS = 8  # fewer rows of one beginning go with the rest, where batches are fuller
+Found = TypeVar("Found")
 Known = Callable[[Sequence[TokenRow]], Sequence[RowStates] | None]
 
 
@@ -50,23 +52,21 @@ class Captured:
 
     def wait(self) -> list[RowStates]:
         """The states of all rows, in their order."""
-        made: dict[int, RowStates] = {}
-        for numbers, landed in self.batches:
-            made |= zip(numbers, landed.wait(), strict=True)
-        return [made[number] for number in range(len(self.rows))]
+        return self._by_row(Landed.wait)
 
     def rounded(self) -> list[Rounded]:
         """What a shard holds of all rows, if a device rounded them; to be asked when they are there."""
-        made: dict[int, Rounded] = {}
-        for numbers, landed in self.batches:
-            made |= zip(numbers, landed.rounded, strict=self.whole is not None)
-        return [made[number] for number in range(len(self.rows)) if made]
+        return [] if self.whole is None else self._by_row(lambda landed: landed.rounded)
 
     def defects(self) -> list[str | None]:
         """Why the states of each row must not be trained on, or None; to be asked when all are there."""
-        found: dict[int, str | None] = {}
+        return self._by_row(Landed.defects)
+
+    def _by_row(self, of: Callable[[Landed], Sequence[Found]]) -> list[Found]:
+        """What `of` gives of the rows of each batch, in the order of all rows."""
+        found: dict[int, Found] = {}
         for numbers, landed in self.batches:
-            found |= zip(numbers, landed.defects(), strict=True)
+            found |= zip(numbers, of(landed), strict=True)
         return [found[number] for number in range(len(self.rows))]
 
 

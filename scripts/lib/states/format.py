@@ -77,7 +77,8 @@ def write_rows(
 
     Of those that are `rounded` already, for fp8 without compression, the bytes are only written.
     """
-    plain, ids = tables(rows) | {"argmax": chosen([state.argmax for state in states])}, tuple(row.id for row in rows)
+    plain = tables(rows) | {"argmax": together([state.argmax for state in states]).to(torch.int32)}
+    ids = tuple(row.id for row in rows)
     if rounded:
         return write_parts(path, {name: [tensor] for name, tensor in plain.items()} | rounded_parts(rounded), ids)
     return write_states(path, plain, {name: [getattr(state, name) for state in states] for name in STATES}, ids, storing)
@@ -170,11 +171,6 @@ def sha256_of(data: Sequence[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
-def chosen(argmax: Sequence[Tensor]) -> Tensor:
-    """`argmax` of the rows end to end, i32 [F]."""
-    return torch.cat(list(argmax)).to(torch.int32)
-
-
 def final_borders(row_offsets: Tensor, final_index: Tensor) -> list[int]:
     """Where the final states of each row start, and where those of the last one end."""
     return torch.searchsorted(final_index, row_offsets).tolist()
@@ -186,7 +182,7 @@ def packed(rows: Sequence[TokenRow], states: Sequence[RowStates]) -> HiddenShard
         **tables(rows),
         aux=torch.cat([state.aux for state in states]),
         final=torch.cat([state.final for state in states]),
-        argmax=chosen([state.argmax for state in states]),
+        argmax=together([state.argmax for state in states]).to(torch.int32),
         ids=tuple(row.id for row in rows),
     )
 

@@ -120,9 +120,8 @@ def ours(shape: Shape, rows: Sequence[TrainingRow], steps: int, arguments: argpa
     capacity = Capacity.of(*(batch for group in groups for batch in group))
     drafter, head = shape.drafter(device), torch.randn(shape.draft_vocabulary, shape.hidden, device=device) * 0.02
     embedding = torch.randn(shape.vocabulary, shape.hidden, device=device) * 0.02
-    step = new_stepper(
-        drafter, Teacher(embedding, head), replace(recipe(device), recompute=arguments.recompute, optimizer=shape.optimizer), capacity
-    )
+    trained = replace(recipe(device), recompute=arguments.recompute, optimizer=shape.optimizer)
+    step = new_stepper(drafter, Teacher(embedding, head), trained, capacity)
     warm, timed = groups[: arguments.warmup], groups[arguments.warmup :]
     with logged("warm-up, capacity %s", capacity):
         run(step, warm, steps)

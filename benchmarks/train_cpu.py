@@ -55,7 +55,7 @@ def on_cpu(shape: Shape, rows: Sequence[TrainingRow], arguments: argparse.Namesp
     """Figures of the trainer, and of the plain path if that is asked for; the losses of both must be the same."""
     groups = [[rows[index] for index in indices] for indices in pack([len(row.slots) for row in rows], range(len(rows)), arguments.slots)]
     draft_steps = (arguments.ttt,) if arguments.ttt else (1, shape.steps)
-    recipe = Recipe(product_dtype(), "cpu", DECAY, CLIP, soft_cross_entropy_)
+    recipe = Recipe(product_dtype(), "cpu", DECAY, CLIP, soft_cross_entropy_, optimizer=shape.optimizer)
     torch.manual_seed(1)
     embedding, head = (torch.randn(shape.vocabulary, shape.hidden) * 0.02 for _ in range(2))
     drafter = shape.drafter("cpu")

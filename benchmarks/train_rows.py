@@ -37,7 +37,7 @@ class Shape:
     slots: int = 8192  # trained tokens of a batch
     longest: int = 2048  # tokens of a row
     conversation: tuple[int, int] | None = None  # prompt and answer of every row; None: drawn from real lengths
-    recipe: Mapping[str, Any] = field(default_factory=dict)  # what of the drafter's config is not as the target has it
+    own: Mapping[str, Any] = field(default_factory=dict)  # of the drafter's config, what is not as it comes from the target
     optimizer: str = ADAMW
 
     def target(self) -> LlamaConfig:
@@ -54,15 +54,19 @@ class Shape:
             rope_parameters={"rope_type": "default", "rope_theta": self.theta},
         )
 
+    def config(self) -> DrafterConfig:
+        """The drafter's."""
+        boundaries = (2, self.layers // 2, self.layers - 3)
+        return replace(DrafterConfig.from_target(self.target(), self.draft_vocabulary, boundaries), **self.own)
+
     def drafter(self, device: str) -> Drafter:
         """A random drafter on `device`, built there; its vocabulary is spread evenly over the target's."""
         ids = torch.arange(self.draft_vocabulary) * (self.vocabulary // self.draft_vocabulary)
         t2d = torch.zeros(self.vocabulary, dtype=torch.bool).index_fill(0, ids, True)
-        boundaries = (2, self.layers // 2, self.layers - 3)
         torch.manual_seed(0)
         with torch.device(device):
             drafter = Drafter(
-                replace(DrafterConfig.from_target(self.target(), len(ids), boundaries), **self.recipe),
+                self.config(),
                 (ids - torch.arange(len(ids), device=ids.device)).to(device),
                 t2d.to(device),
             )
@@ -79,7 +83,7 @@ SHAPES = {
     # The drafter of configs/smollm2-h200.yaml.
     "smollm2-h200": Shape(
         *(576, 1536, 9, 3, 64, 49152, 32768, 4, 30, 100000.0),
-        recipe={"num_hidden_layers": 3, "intermediate_size": 4096, "fc_norm": True, "norm_output": True},
+        own={"num_hidden_layers": 3, "intermediate_size": 4096, "fc_norm": True, "norm_output": True},
         optimizer=MUON,
     ),
     "demo": Shape(576, 1536, 9, 3, 64, 49152, 8192, 2, 30, 100000.0, 400, 256, (81, 108)),

@@ -57,7 +57,13 @@ def main() -> None:
 
 def stage_job(folder: Path, shape: Shape, arguments: argparse.Namespace) -> Job:
     """The job that trains on the inputs below `folder`."""
+    config = shape.config()
     drafter = {
+        "optimizer": shape.optimizer,
+        "layers": config.num_hidden_layers,
+        "intermediate_size": config.intermediate_size,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
         "epochs": arguments.epochs,
         "batch_tokens": arguments.batch_tokens,
         "micro_tokens": arguments.micro_tokens,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.lib.ground.files import sha256_file
+from scripts.lib.ground.manifest import read_manifest
 from tests.toy import command, edit_config, make_toy, snakemake, toy_config, write_config
 
 COLUMNS = (
@@ -109,3 +110,18 @@ def test_a_corrupt_shard_stops_the_stage_that_reads_it(workdir):
     edit_config(workdir, lambda c: c["drafters"]["eagle3"].update(learning_rate=2e-4))
     line = failure(workdir)
     assert shard.name in line and "sha256" in line and "delete" in line
+
+
+def test_what_a_failed_job_did_not_make_anew_stays_stale(workdir):
+    """Snakemake puts back what a failed job was to replace, as new as the moment, and forgets what had made it."""
+    shard = next((workdir / "results/toy/hidden").glob("train-*.safetensors"))
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    edit_config(workdir, lambda c: c["drafters"]["eagle3"].update(learning_rate=2e-4))
+    drafter = workdir / "results/toy/drafters/eagle3"
+    before = (drafter / "model.safetensors").read_bytes()
+    failure(workdir)
+    assert (drafter / "model.safetensors").read_bytes() == before, "finished work stays"
+    shard.write_bytes(data)
+    snakemake(workdir, "results/toy/drafters/eagle3/manifest.json")
+    assert read_manifest(drafter / "manifest.json", "train").settings["drafter"]["learning_rate"] == 2e-4

@@ -33,11 +33,13 @@ def test_streamed_answers_are_whole_and_timed(sglang_server, load, prompts):
     flush(sglang_server.url)
     seconds, talks = load.run(sglang_server.url, prompts)
     assert [len(talk) for talk in talks] == [1, 1, 2]
-    for turn in (turn for talk in talks for turn in talk):
-        answer = turn.answer
+    answers = [turn.answer for talk in talks for turn in talk]
+    for answer in answers:
         assert 1 + sum(tokens for _, tokens in answer.events) == len(answer.ids) <= 12
-        assert 0 < answer.prefill_seconds < answer.seconds < seconds
+        assert 0 < answer.prefill_seconds <= answer.seconds < seconds
         assert answer.steps is None, "a server without speculation counts no steps"
+    # A client that was held up reads all pieces of an answer at once, but not of every one.
+    assert any(answer.prefill_seconds < answer.seconds for answer in answers)
     first = talks[2][0]
     assert talks[2][1].prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
 

@@ -57,7 +57,7 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shards = [plan.read() for plan in dump.plans]
     tokens = sum(len(row.input_ids) for rows in shards for row in rows)
     speeds = turns(dump, shards, options.device, options.repeats)
-    captured = dump.writer.capture(dump.plans[0])
+    captured = dump.writer.capture(shards[0])
     states = captured.wait()
     write = functools.partial(write_rows, rows=captured.rows, states=states, storing=dump.settings.storing, rounded=captured.rounded())
     writes = write_speeds(folder, write)

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,6 +50,9 @@ class ScriptedEngine:
         if len(output) > request.max_tokens:
             return Completion(request.key, tuple(output[: request.max_tokens]), "length")
         return Completion(request.key, tuple(output), "stop")
+
+    def beside(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ class FakeEngine:
         self.calls: list[list[int]] = []
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        raise NotImplementedError
+
+    def beside(self) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def logits(self, final: torch.Tensor) -> torch.Tensor:

@@ -144,25 +144,29 @@ def test_the_digests_are_taken_once_and_a_resumed_run_keeps_them(
 
 
 def test_no_more_shards_are_in_memory_than_threads_and_one() -> None:
-    """Capturing is instant here and finishing waits until two have begun."""
-    lock, begun, open_now, most = threading.Lock(), threading.Barrier(2, timeout=10), [0], [0]
+    """Capturing is instant here, and finishing waits until one more shard is captured than two threads can finish."""
+    changed, begun, open_now, captured = threading.Condition(), threading.Barrier(2, timeout=10), [0], [0]
 
-    def capture(plan: str) -> str:
-        with lock:
+    def capture(rows: int) -> int:
+        with changed:
             open_now[0] += 1
-            most[0] = max(most[0], open_now[0])
-        return plan
+            captured[0] += 1
+            assert open_now[0] <= 3
+            changed.notify_all()
+        return rows
 
-    def finish(plan: str, captured: str) -> str:
+    def finish(_: Any, rows: int) -> int:
         begun.wait()
-        with lock:
+        with changed:
+            assert changed.wait_for(lambda: open_now[0] == 3 or captured[0] == 10, timeout=10)
+        begun.wait()
+        with changed:
             open_now[0] -= 1
-        return captured
+        return rows
 
     fake: Any = SimpleNamespace(capture=capture, finish=finish)
-    plans: Any = [f"{number}" for number in range(10)]
-    assert list(written(fake, plans, 2)) == [(plan, plan) for plan in plans]
-    assert most[0] == 3
+    plans: Any = [SimpleNamespace(read=lambda number=number: number) for number in range(10)]
+    assert [(plan.read(), receipt) for plan, receipt in written(fake, plans, 2)] == [(number, number) for number in range(10)]
 
 
 def test_the_benchmark_gives_its_figures(target: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +193,15 @@ def test_a_plain_pass_beside_a_batch_leaves_its_taps_alone(target: Path) -> None
         assert all(torch.equal(one, other) for future in beside for one, other in zip(future.result(), alone, strict=True))
 
 
-@pytest.mark.parametrize(("rope", "found"), [({"rope_type": "llama3"}, False), ({"full": {"rope_type": "longrope"}}, True), (None, False)])
-def test_a_target_that_a_pass_changes_gets_no_second_stream(rope: dict[str, Any] | None, found: bool) -> None:
-    model: Any = SimpleNamespace(config=SimpleNamespace(rope_parameters=rope))
+@pytest.mark.parametrize(
+    ("rope", "part", "found"),
+    [
+        ({"rope_type": "llama3"}, SimpleNamespace(), False),
+        ({"full": {"rope_type": "longrope"}}, SimpleNamespace(), True),
+        (None, SimpleNamespace(), False),
+        (None, SimpleNamespace(_hf_hook="moves weights"), True),
+    ],
+)
+def test_a_target_that_a_pass_changes_gets_no_second_stream(rope: dict[str, Any] | None, part: Any, found: bool) -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(rope_parameters=rope), modules=lambda: [part])
     assert changes(model) == found

@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, H hidden size, L layers.
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,16 +23,18 @@ def final_states(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache |
 
 @contextmanager
 def tapped(model: PreTrainedModel, boundaries: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Collect, by boundary id k in [0, L], the residual stream [B, T, H] that enters layer k in the forward passes inside.
+    """Collect, by boundary id k in [0, L], the residual stream [B, T, H] that enters layer k in this thread's forward passes inside.
 
     For k < L that is HF `hidden_states[k]`; k = L is the stream before the last norm, where HF shows it after.
     """
     entries = [*model.model.layers, model.model.norm]
     taps: dict[int, torch.Tensor] = {}
+    own = threading.get_ident()
 
     def keeper(boundary: int) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
         def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            taps[boundary] = inputs[0]
+            if threading.get_ident() == own:
+                taps[boundary] = inputs[0]
 
         return keep
 

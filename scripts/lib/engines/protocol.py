@@ -4,6 +4,7 @@ Shapes: T tokens of a row, F positions of it where a teacher is wanted, H hidden
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -56,6 +57,10 @@ class TargetEngine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Answer `requests`; completions come in the same order."""
+        ...
+
+    def beside(self) -> AbstractContextManager[None]:
+        """What is asked for inside does not wait for batches whose states were asked for before."""
         ...
 
     def logits(self, final: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 Shapes: B rows, N new tokens, T tokens of a row, F positions with a teacher, H hidden size, V vocabulary.
 """
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,8 +59,8 @@ class TransformersEngine:
         self.model = model
         self.eos_ids = eos_ids
         self.temperature, self.seed = temperature, seed
-        self._passing = threading.Lock()  # taps and accelerate's moves are hooks of the modules: another thread's pass would run into them
-        self._aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" and not changes(model) else None
+        self._passing = threading.Lock() if changes(model) else contextlib.nullcontext()
+        self._aside = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" and not changes(model) else None
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +77,10 @@ class TransformersEngine:
         """Rows of one product with the head."""
         return LOGIT_ROWS.get(self.device.type, LOGIT_ROWS["cpu"])
 
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a GPU computes what is asked for before the batches that are queued, unless passes must not meet."""
+        return torch.cuda.stream(self._aside)
+
     @torch.inference_mode()
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         """Logits [F, V] of final states [F, H], wherever and in whatever dtype they are."""
@@ -86,14 +91,13 @@ class TransformersEngine:
     def reference(self, input_ids: Sequence[int], boundaries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """`aux` [T, 3, H] and `final` [T, H] of one row from transformers' own list of hidden states: no taps, batch or cache.
 
-        Both are in the host's memory. A GPU computes them on a stream of their own: nobody waits for the batches that are queued.
+        Both are in the host's memory.
         """
-        with torch.cuda.stream(self._aside):
-            with self._passing:
-                ids = sent(torch.tensor([list(input_ids)]), self.device)
-                output = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
-            final = output.last_hidden_state[0]
-            aux, final = fetched(torch.stack([output.hidden_states[boundary][0].to(final.device) for boundary in boundaries], dim=1), final)
+        with self._passing:
+            ids = sent(torch.tensor([list(input_ids)]), self.device)
+            output = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        final = output.last_hidden_state[0]
+        aux, final = fetched(torch.stack([output.hidden_states[boundary][0].to(final.device) for boundary in boundaries], dim=1), final)
         return aux, final
 
     @torch.inference_mode()
@@ -140,9 +144,12 @@ class TransformersEngine:
 
 
 def changes(model: PreTrainedModel) -> bool:
-    """Whether a forward pass changes `model`: rotary frequencies that depend on the longest row so far are replaced when one comes."""
+    """Whether a forward pass changes `model`, so that another thread's would run into it.
+
+    Rotary frequencies that depend on the longest row so far are replaced when one comes; accelerate moves weights to where they are used.
+    """
     rotary = str(getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None))
-    return "dynamic" in rotary or "longrope" in rotary
+    return "dynamic" in rotary or "longrope" in rotary or any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Shards are finished by a few threads while the forward passes of the next ones run: a GPU never waits for checks, CPU or disk."""
+"""Shards are read and finished by a few threads beside the forward passes of others: a GPU never waits for rows, checks, CPU or disk."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from scripts.lib.states.rows import ShardPlan
+from scripts.lib.states.rows import ShardPlan, TokenRow
 from scripts.lib.states.writer import Receipt, ShardWriter
 
 WORKERS = 3  # as many shards wait in memory beside the one that is being captured, where the disk is slower than the engine
@@ -30,14 +30,24 @@ def written(writer: ShardWriter, plans: Sequence[ShardPlan], count: int) -> Iter
         for plan in plans:
             yield plan, writer.write(plan)
         return
-    with switching_often(), ThreadPoolExecutor(count, thread_name_prefix="finish") as pool:
+    with switching_often(), ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(count, thread_name_prefix="finish") as pool:
         pending: deque[tuple[ShardPlan, Future[Receipt]]] = deque()
-        for plan in plans:
-            pending.append((plan, pool.submit(writer.finish, plan, writer.capture(plan))))
+        for plan, rows in read(plans, reader):
+            pending.append((plan, pool.submit(writer.finish, plan, writer.capture(rows))))
             while pending and (len(pending) > count or pending[0][1].done()):
                 yield ended(pending)
         while pending:
             yield ended(pending)
+
+
+def read(plans: Sequence[ShardPlan], reader: ThreadPoolExecutor) -> Iterator[tuple[ShardPlan, Sequence[TokenRow]]]:
+    """Each of `plans` with its rows; the `reader` reads those of the next one meanwhile."""
+    coming = deque((plan, reader.submit(plan.read)) for plan in plans[:1])
+    for following in (*plans[1:], None):
+        if following:
+            coming.append((following, reader.submit(following.read)))
+        plan, rows = coming.popleft()
+        yield plan, rows.result()
 
 
 @contextlib.contextmanager

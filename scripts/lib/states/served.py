@@ -127,6 +127,10 @@ class ServedEngine:
         """Answers of the reference."""
         return self.plain().generate(requests)
 
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """As the reference's."""
+        return self.plain().beside()
+
     def logits(self, final: torch.Tensor) -> torch.Tensor:
         """Logits [F, V] of final states [F, H], by the reference's head."""
         return self.plain().logits(final)

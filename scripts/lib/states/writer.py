@@ -77,11 +77,11 @@ class ShardWriter:
 
     def write(self, plan: ShardPlan) -> Receipt:
         """Make the shard."""
-        return self.finish(plan, self.capture(plan))
+        return self.finish(plan, self.capture(plan.read()))
 
-    def capture(self, plan: ShardPlan) -> Captured:
-        """The forward passes of the shard. On a GPU the last of them may still be under way."""
-        return capture(self.engine(), plan.read(), self.boundaries, self.batching, self.earlier.states)
+    def capture(self, rows: Sequence[TokenRow]) -> Captured:
+        """The forward passes of the `rows` of a shard. On a GPU the last of them may still be under way."""
+        return capture(self.engine(), rows, self.boundaries, self.batching, self.earlier.states)
 
     def finish(self, plan: ShardPlan, captured: Captured) -> Receipt:
         """Checks, file and receipt of a shard. Raises StageError when the engine fails a check, OSError when the file cannot be written."""
@@ -89,9 +89,10 @@ class ShardWriter:
         good = [place for place, why in enumerate(defects) if why is None]
         rejected = tuple((place, rows[place].id, why) for place, why in enumerate(defects) if why)
         kept, own = [rows[place] for place in good], [states[place] for place in good]
-        if good:
-            self._check_sample(captured, states, good)
-        greedy, unlike = self._unlike_greedy(kept, own)
+        with self.engine().beside():
+            if good:
+                self._check_sample(captured, states, good)
+            greedy, unlike = self._unlike_greedy(kept, own)
         members, rounded = self._members(rows), captured.rounded()
         shard = self._written(plan.name, kept, own, [rounded[place] for place in good if rounded]) if good else None
         receipt = Receipt(digest(rows), rejected, greedy, unlike, tuple(members[place] for place in good), shard)

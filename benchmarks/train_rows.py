@@ -82,7 +82,7 @@ SHAPES = {
     "smollm2": Shape(576, 1536, 9, 3, 64, 49152, 16384, 5, 30, 100000.0),
     # The drafter of configs/smollm2-h200.yaml.
     "smollm2-h200": Shape(
-        *(576, 1536, 9, 3, 64, 49152, 32768, 4, 30, 100000.0),
+        *(576, 1536, 9, 3, 64, 49152, 40960, 4, 30, 100000.0),
         own={"num_hidden_layers": 3, "intermediate_size": 4096, "fc_norm": True, "norm_output": True},
         optimizer=MUON,
     ),

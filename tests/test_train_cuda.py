@@ -15,6 +15,7 @@ from scripts.lib.training.loss import Teacher
 from scripts.lib.training.objectives import objective, soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
 from scripts.lib.training.packed_step import Engine, PackedStep
+from scripts.lib.training.replayed import Replayed
 from scripts.lib.training.stepping import Recipe
 from scripts.lib.training.trainer import Trainer
 from tests.test_eagle3_depth import deeper
@@ -78,7 +79,7 @@ def gradients(drafter: Drafter, teacher: Teacher, rows: list[TrainingRow], recip
     batch = collate_packed(rows, Capacity(capacity.positions + BLOCK, capacity.slots + BLOCK), recipe.dtype).to(recipe.device)
     step = PackedStep(drafter, teacher, recipe, capacity)
     counts = [int((batch.remaining > number).sum()) for number in range(STEPS)]
-    losses = step.add_gradients(batch, counts)
+    losses = step.gradients(batch, torch.tensor([0.8**number / count for number, count in enumerate(counts)], device=recipe.device))
     masters = step.weights.masters.named_parameters()
     found = {name: parameter.grad.clone() for name, parameter in masters if parameter.grad is not None}
     step.weights.masters.zero_grad()
@@ -92,10 +93,9 @@ def test_the_triton_epilogue_is_the_plain_one():
     index = torch.randint(0, 30, (70,), generator=generator, device="cuda")
     share = torch.rand(70, generator=generator, device="cuda") * (index > 3)
     plain, fast = logits.clone(), logits.clone()
-    lse = taught.float().logsumexp(-1)
-    wanted = plain_epilogue(soft_cross_entropy_)(plain, taught, lse, index, share)
+    wanted = plain_epilogue(soft_cross_entropy_)(plain, taught, index, share)
     torch.testing.assert_close(
-        Engine.of(Recipe(torch.bfloat16, "cuda", 0.8, 1.0, soft_cross_entropy_)).epilogue(fast, taught, lse, index, share),
+        Engine.of(Recipe(torch.bfloat16, "cuda", 0.8, 1.0, soft_cross_entropy_)).epilogue(fast, taught, index, share),
         wanted,
         rtol=1e-4,
         atol=1e-4,
@@ -124,3 +124,29 @@ def test_the_stage_on_cuda_learns_what_it_learns_on_the_cpu_and_goes_on_after_a_
     assert json.loads((tmp_path / "cuda" / "cost.json").read_text())["resumed"]
     for found, wanted in zip(curve(tmp_path / "cuda"), curve(tmp_path / "cpu"), strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recorded_batch_adds_the_gradients_of_one_that_was_computed(drafter, teacher, rows, dtype):  # noqa: F811
+    """Batches of other rows and other weights than those that were recorded, and two of them in one optimizer step."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    recipe = Recipe(dtype, "cuda", 0.8, 1.0, soft_cross_entropy_)
+    step = PackedStep(drafter, teacher, recipe, Capacity.of(rows))
+    assert isinstance(step.add_gradients, Replayed)
+    batches = [collate_packed(some, step.capacity, dtype).to("cuda") for some in (rows, rows[1:], rows[:2])]
+    weights = [torch.tensor([share, share / 2], device="cuda") for share in (0.1, 0.2, 0.3)]
+    for batch, share in zip(batches, weights, strict=True):  # computed, recorded, replayed
+        step.add_gradients(batch, share)
+    assert step.add_gradients.recorded[2]
+    for used in ([0], [1], [2, 0]):
+        made = [summed(step, add, [(batches[number], weights[number]) for number in used]) for add in (step.gradients, step.add_gradients)]
+        torch.testing.assert_close(made[1], made[0], rtol=1e-4 if dtype == torch.float32 else 2e-2, atol=1e-6)
+
+
+def summed(step: PackedStep, add, batches) -> dict[str, torch.Tensor]:
+    """Losses and gradients of `batches` together, by `add`."""
+    step.weights.masters.zero_grad(set_to_none=False)
+    losses = sum(add(*batch).clone() for batch in batches)
+    return {"loss": losses} | {
+        name: weight.grad.clone() for name, weight in step.weights.masters.named_parameters() if weight.grad is not None
+    }

@@ -75,7 +75,7 @@ def packed(
     drafter.zero_grad()
     states = unroll_packed(drafter, teacher.embedding, batch, STEPS, plain_kernels())
     counts = [int((batch.remaining > step).sum()) for step in range(STEPS)]
-    share = shares(batch.remaining, STEPS, DECAY, counts)
+    share = shares(batch.remaining, torch.tensor([DECAY**step / max(count, 1) for step, count in enumerate(counts)]))
     goal = Goal(batch.final, teacher.head.to(dtype), share)
     found = distil([state.detach() for state in states], drafter.lm_head.weight, goal, plain_epilogue(soft_cross_entropy_), teachers=64)
     torch.autograd.backward(states, found.states)

@@ -16,9 +16,8 @@ from scripts.lib.training.objectives import Objective
 
 TEACHERS = 1024  # of a chunk: K times as many rows of student logits live at a time
 
-# Losses f32[M] of student logits [M, D], which become gradients; teacher logits [C, D], their log-sum-exp f32[C],
-# index i64[M] and share f32[M].
-Epilogue = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# Losses f32[M] of student logits [M, D], which become gradients; teacher logits [C, D], index i64[M] and share f32[M].
+Epilogue = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,22 +41,18 @@ class Distilled:
 def plain_epilogue(judge: Objective) -> Epilogue:
     """Any objective with torch operations; the student's logits are overwritten by their gradient times `share`."""
 
-    def epilogue(logits: Tensor, teacher: Tensor, teacher_lse: Tensor, index: Tensor, share: Tensor) -> Tensor:
+    def epilogue(logits: Tensor, teacher: Tensor, index: Tensor, share: Tensor) -> Tensor:
         scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        losses = judge(scores, (teacher.float() - teacher_lse[:, None]).exp_()[index], share)
+        losses = judge(scores, torch.softmax(teacher, -1, dtype=torch.float32)[index], share)
         logits.copy_(scores)
         return torch.where(share > 0, losses, 0.0)
 
     return epilogue
 
 
-def shares(remaining: Tensor, steps: int, decay: float, counts: Sequence[int]) -> Tensor:
-    """What each slot counts at each step, f32[K, Q]: decay^step over the number of slots trained at it, 0 where not trained.
-
-    `counts` are those numbers, of all batches that make one optimizer step.
-    """
-    weights = on_device([decay**step / max(count, 1) for step, count in enumerate(counts)], remaining.device)
-    return (remaining > torch.arange(steps, device=remaining.device)[:, None]) * weights[:, None]
+def shares(remaining: Tensor, weights: Tensor) -> Tensor:
+    """What each slot counts at each step, f32[K, Q]: the step's of `weights` f32[K], 0 where it is not trained."""
+    return (remaining > torch.arange(len(weights), device=remaining.device)[:, None]) * weights[:, None]
 
 
 def on_device(values: Sequence[float], device: torch.device) -> Tensor:
@@ -82,7 +77,7 @@ def distil(states: Sequence[Tensor], head: Tensor, goal: Goal, epilogue: Epilogu
         teacher = goal.final[here] @ goal.head.t()
         inputs = by_teacher[:, here].flatten(0, 1)
         logits = inputs @ head.t()
-        found = epilogue(logits, teacher, teacher.float().logsumexp(-1), index[:, :size].flatten(), share[:, here].flatten())
+        found = epilogue(logits, teacher, index[:, :size].flatten(), share[:, here].flatten())
         add_product(grad_head, logits, inputs)
         losses[:, here] = found.view(steps, size)
         by_teacher[:, here] = (logits @ head).view(steps, size, -1)  # gradients take the memory of the states that they are of

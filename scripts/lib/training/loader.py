@@ -47,7 +47,6 @@ class CudaMover:
             copied = batch.to(self.device)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
-        for tensor in vars(copied).values():
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(current)
+        for tensor in copied.tensors().values():
+            tensor.record_stream(current)
         return copied

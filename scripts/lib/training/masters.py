@@ -52,10 +52,13 @@ class DrafterWeights(Protocol):
 
 
 class Masters:
-    """`masters` is the drafter in float32, `compute` the one that runs: the same one when `dtype` is float32."""
+    """`masters` is the drafter in float32, `compute` the one that runs: the same one when `dtype` is float32.
 
-    def __init__(self, masters: Drafter, dtype: torch.dtype, optimizer: str = ADAMW) -> None:
-        self.masters = masters
+    Gradients are let go after a step, or set to nought where they are if they are to `keep` their place.
+    """
+
+    def __init__(self, masters: Drafter, dtype: torch.dtype, optimizer: str = ADAMW, keep: bool = True) -> None:
+        self.masters, self.keep = masters, keep
         as_first([parameter.data for parameter in masters.parameters()])
         self.compute = masters if dtype == torch.float32 else copy.deepcopy(masters).to(dtype)
         self.optimizers = optimizers(masters, optimizer)
@@ -85,7 +88,7 @@ class Masters:
                 parameter.grad = torch.zeros_like(parameter)
         add_up(*(parameter.grad for parameter in self.masters.parameters() if parameter.grad is not None))
         norm = torch.nn.utils.clip_grad_norm_(self.masters.parameters(), clip)
-        move(self.optimizers, learning_rate, forget=norm.is_cuda)  # on a CPU, fresh memory costs more than zeros
+        move(self.optimizers, learning_rate, forget=not self.keep)
         self.publish()
         return norm
 

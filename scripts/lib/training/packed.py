@@ -4,9 +4,10 @@ Shapes: N positions and Q slots of a batch, both filled up to a multiple of a bl
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,13 +51,13 @@ class PackedBatch:
     final: Tensor  # [Q, H]
     argmax: Tensor  # i64[Q]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
     def to(self, device: str) -> "PackedBatch":
         """The same on `device`; from pinned memory the copy does not wait."""
-        moved: dict[str, Any] = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), Tensor)
-        }
+        moved: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
 
 
@@ -139,12 +140,25 @@ def everywhere(batch: PackedBatch) -> PackedBatch:
 
 
 def filled(parts: Sequence[Tensor], shape: tuple[int, ...], kind: torch.dtype, pinned: bool = False) -> Tensor:
-    """`parts` end to end in memory of `shape`; zeros behind them."""
+    """`parts` end to end in memory of `shape`; zeros behind them.
+
+    What needs no conversion is copied by the calling thread alone. Several batches are made at once, and torch would wake a team of
+    threads for each.
+    """
     whole = torch.empty(shape, dtype=kind, pin_memory=pinned)
     used = sum(len(part) for part in parts)
     place = 0
     for part in parts:
-        whole[place : place + len(part)].copy_(part)
+        here = whole[place : place + len(part)]
+        if part.dtype == kind:
+            bits_of(here)[...] = bits_of(part)
+        else:
+            here.copy_(part)
         place += len(part)
     whole[used:] = 0
     return whole
+
+
+def bits_of(tensor: Tensor) -> np.ndarray:
+    """The memory of `tensor` as numpy sees it, which knows few kinds of one or two bytes."""
+    return (as_bits(tensor) if tensor.element_size() < torch.float32.itemsize else tensor).numpy()

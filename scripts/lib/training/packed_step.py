@@ -15,6 +15,7 @@ from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import Capacity, PackedBatch
 from scripts.lib.training.packed_unroll import Kernels, compiled_kernels, plain_kernels, unroll_packed
 from scripts.lib.training.ranks import add_up
+from scripts.lib.training.replayed import Replayed, pays
 from scripts.lib.training.stepping import Drafts, Recipe, Run, StepFigures
 
 
@@ -42,10 +43,12 @@ class PackedStep:
     """A `Stepper` on batches of one fixed `capacity`: weights are float32, states and matrix products of the recipe's dtype."""
 
     def __init__(self, drafter: Drafter, teacher: Teacher, recipe: Recipe, capacity: Capacity) -> None:
-        self.weights = new_weights(drafter.to(recipe.device), recipe)
+        replays = pays(drafter, recipe, capacity.slots)
+        self.weights = new_weights(drafter.to(recipe.device), recipe, replays)
         embedding, head = (weight.to(recipe.device, recipe.dtype) for weight in (teacher.embedding, teacher.head))
         self.teacher, self.recipe, self.capacity = Teacher(embedding, head), recipe, capacity
         self.engine = Engine.of(recipe)
+        self.add_gradients = Replayed(self.gradients) if replays else self.gradients
 
     def load(self, runs: Sequence[Run]) -> Iterator[PackedBatch]:
         """A batch for each of `runs`; the next ones are made while one is used."""
@@ -55,20 +58,20 @@ class PackedStep:
         """One optimizer step; `counts` are the slots trained at each draft step in all `batches` together."""
         device = self.teacher.head.device
         sums = torch.zeros(len(counts), device=device)
+        slots = on_device([max(count, 1) for count in counts], device)
+        decay = on_device([self.recipe.decay**step for step in range(len(counts))], device)
         for batch in batches:
-            sums += self.add_gradients(batch, counts)
+            sums += self.add_gradients(batch, decay / slots)
         add_up(sums)
         norm = self.weights.step(learning_rate, self.recipe.clip)
-        means = sums / on_device([max(count, 1) for count in counts], device)
-        weights = on_device([self.recipe.decay**step for step in range(len(counts))], device)
-        return StepFigures((means * weights).sum(), means, norm)
+        means = sums / slots
+        return StepFigures((means * decay).sum(), means, norm)
 
-    def add_gradients(self, batch: PackedBatch, counts: Sequence[int]) -> Tensor:
-        """Add the gradients of `batch`; its summed losses f32[K] of each draft step."""
+    def gradients(self, batch: PackedBatch, weights: Tensor) -> Tensor:
+        """Add the gradients of `batch`, whose slots count `weights` f32[K] at each draft step; its summed losses f32[K]."""
         compute = self.weights.compute
-        states = self.weights.run(unroll_packed, self.teacher.embedding, batch, len(counts), self.engine.kernels)
-        share = shares(batch.remaining, len(counts), self.recipe.decay, counts)
-        goal = Goal(batch.final, self.teacher.head, share)
+        states = self.weights.run(unroll_packed, self.teacher.embedding, batch, len(weights), self.engine.kernels)
+        goal = Goal(batch.final, self.teacher.head, shares(batch.remaining, weights))
         found = distil([state.detach() for state in states], compute.lm_head.weight, goal, self.engine.epilogue)
         self.weights.backward(states, found.states, found.head)
         return found.losses.sum(1)
@@ -88,10 +91,10 @@ class PackedStep:
         return self.weights.compute.lm_head(states).float(), self.teacher.probabilities(final)
 
 
-def new_weights(drafter: Drafter, recipe: Recipe) -> DrafterWeights:
-    """The weights of `drafter` whole on this rank, or spread over all of them."""
+def new_weights(drafter: Drafter, recipe: Recipe, replays: bool) -> DrafterWeights:
+    """The weights of `drafter` whole on this rank, or spread over all of them. A graph that `replays` finds gradients where they were."""
     if not recipe.shard:
-        return Masters(drafter, recipe.dtype, recipe.optimizer)
+        return Masters(drafter, recipe.dtype, recipe.optimizer, keep=replays or torch.device(recipe.device).type == "cpu")
     from scripts.lib.training.sharded import ShardedMasters  # takes a second to import, for which most runs have no use
 
     return ShardedMasters(drafter, recipe.dtype)

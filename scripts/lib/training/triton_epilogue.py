@@ -1,4 +1,4 @@
-"""The soft cross-entropy of `distil` as one Triton kernel: a program reads a row of student and teacher logits twice."""
+"""The soft cross-entropy of `distil` in Triton: a program for each teacher, then one that reads a row of both logits twice."""
 
 import torch
 import triton
@@ -6,6 +6,21 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, WARPS = 4096, 8
+
+
+@triton.jit
+def log_sum_exp(logits, result, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    highest = -float("inf")
+    total = 0.0
+    for first in range(0, width, BLOCK):
+        scores = tl.load(logits + row * width + first + columns, mask=first + columns < width, other=-float("inf")).to(tl.float32)
+        above = tl.maximum(highest, tl.max(scores, 0))
+        total = total * tl.exp(highest - above) + tl.sum(tl.exp(scores - above), 0)
+        highest = above
+    tl.store(result + row, highest + tl.log(total))
 
 
 @triton.jit
@@ -47,11 +62,11 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
             tl.store(student + first + columns, tl.zeros([BLOCK], dtype=logits.dtype.element_ty), mask=inside)
 
 
-def triton_epilogue(logits: Tensor, teacher: Tensor, teacher_lse: Tensor, index: Tensor, share: Tensor) -> Tensor:
+def triton_epilogue(logits: Tensor, teacher: Tensor, index: Tensor, share: Tensor) -> Tensor:
     """As `distil.plain_epilogue(soft_cross_entropy_)`, for contiguous tensors on CUDA."""
-    losses = torch.empty(len(logits), device=logits.device)
+    losses, teacher_lse = (torch.empty(len(rows), device=logits.device) for rows in (logits, teacher))
+    width = logits.shape[1]
     if len(logits):
-        soft_cross_entropy[(len(logits),)](
-            logits, teacher, teacher_lse, index, share, losses, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS
-        )
+        log_sum_exp[(len(teacher),)](teacher, teacher_lse, width, BLOCK=BLOCK, num_warps=WARPS)
+        soft_cross_entropy[(len(logits),)](logits, teacher, teacher_lse, index, share, losses, width, BLOCK=BLOCK, num_warps=WARPS)
     return losses

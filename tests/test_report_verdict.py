@@ -12,6 +12,7 @@ from scripts.lib.reporting.cells import with_baselines, with_unknown
 from scripts.lib.reporting.estimate import Estimate, geometric_mean
 from scripts.lib.reporting.families import families, splits
 from scripts.lib.reporting.outlook import BOUNDED, EXPECTED, MEASURED
+from scripts.lib.reporting.page import best_gain
 from scripts.lib.reporting.verdict import checks, leaders, verdicts
 from scripts.lib.reporting.wording import in_words, leader_words, next_variants, remarks, stanza, verdict_sentences, with_words
 from tests.report_matrix import STEPS, TASKS, chain_cell, cycle, matrix
@@ -104,6 +105,7 @@ def test_the_fastest_variant_is_held_against_the_fastest_target_alone():
     fast = cell("a", "graphs", cuda_graphs=True, baseline_tok_s=200.0, tok_s=180.0, speedup=0.9)
     (leader,) = leaders(with_baselines([with_unknown(slow), with_unknown(fast)]))
     assert (leader.variant, leader.gain.value) == ("graphs", pytest.approx(0.9))
+    assert best_gain([leader])[0] == ("0.90 ×", "the target alone at its fastest: graphs, concurrency 1, all tasks") and not best_gain([])
     assert (
         leader_words(leader)
         == "No variant pays: serve the target alone. graphs comes nearest, 0.90 times the target alone at its fastest over all tasks."

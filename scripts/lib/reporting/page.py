@@ -27,6 +27,7 @@ from scripts.lib.reporting.scaling_study import Study
 from scripts.lib.reporting.style import CSS, SCRIPT
 from scripts.lib.reporting.table import Table, number
 from scripts.lib.reporting.tables import CHECK_HINTS, SETTING_HINTS, best_classes, checks_table, settings_table
+from scripts.lib.reporting.verdict import Leader
 from scripts.lib.reporting.wording import next_variants, remarks, stanza, verdict_words_by_concurrency
 
 MEANINGS = COLUMNS | FURTHER
@@ -196,13 +197,22 @@ def how_made(run: Run, found: Benchmarks) -> str:
     return f"<ul>{sentences}</ul><h3>Commands</h3><pre>{html.escape(commands)}</pre>{config}"
 
 
+def best_gain(leaders: Sequence[Leader]) -> list[tuple[str, str]]:
+    """The tile of the best speed-up over all tasks, if speeds are known: that of one cell may be over a target that was held up."""
+    best = max(leaders, key=lambda leader: leader.gain.value, default=None)
+    if best is None:
+        return []
+    return [
+        (f"{number(best.gain.value, 2)} ×", f"the target alone at its fastest: {best.variant}, concurrency {best.concurrency}, all tasks")
+    ]
+
+
 def tiles(run: Run, found: Benchmarks) -> str:
     """The few figures that a reader looks for first."""
-    best = max(found.cells, key=lambda cell: cell["speedup"] or 0.0)
     longest = max(found.cells, key=lambda cell: cell["accept_length"] or 0.0)
     mixed = dataset_rows(run)
     shown = [
-        (number(best["speedup"], 2) + " ×", f"best speed-up: {best['task']}, {best['variant']}, concurrency {best['concurrency']}"),
+        *best_gain(found.leaders),
         (number(longest["accept_length"], 2), f"best accept length of {longest['ceiling']}: {longest['task']}, {longest['variant']}"),
         (
             f"{sum(cell['identical'] for cell in found.cells)} of {sum(cell['prompts'] for cell in found.cells)}",

@@ -16,8 +16,10 @@ from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed, everywhere
 from scripts.lib.training.packed_unroll import plain_kernels, unroll_packed
 from scripts.lib.training.products import Operands
+from scripts.lib.training.replayed import pays
 from scripts.lib.training.row_attention import block_first_keys, block_mask, dense_first_keys
 from scripts.lib.training.slots import trained_slots
+from scripts.lib.training.stepping import Recipe
 from scripts.lib.training.unroll import unroll
 from tests.tiny import tiny_config
 
@@ -175,3 +177,9 @@ def test_filler_has_no_teacher_and_repeats_a_real_slot(rows):
     assert (batch.remaining[batch.trained :] == 0).all()
     assert (batch.slots[batch.trained :] == batch.slots[batch.trained - 1]).all()
     assert (batch.starts <= batch.slots).all()
+
+
+def test_batches_of_small_drafters_are_recorded_where_a_gpu_has_all_weights(drafter):
+    recipe = Recipe(torch.bfloat16, "cuda", DECAY, 1.0, soft_cross_entropy_)
+    assert pays(drafter, recipe, 8192) and not pays(drafter, recipe, 10**9)
+    assert not pays(drafter, replace(recipe, shard=True), 8192) and not pays(drafter, replace(recipe, device="cpu"), 8192)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRequest
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import canonical, sha256_file, sha256_text
+from scripts.lib.ground.files import sha256_file
 from scripts.lib.states import format as layout
 from scripts.lib.states.capture import Batching, batches, capture
 from scripts.lib.states.checks import Peaks, defect, largest
@@ -172,11 +173,18 @@ def test_lengths_alone_decide_where_no_beginning_is_computed_once() -> None:
     assert order == sorted(range(36), key=lambda index: (len(rows[index]), index))
 
 
-def test_digests_of_rows_are_those_of_canonical_json() -> None:
+def test_names_of_rows_tell_all_of_their_content_and_batches_what_their_states_depend_on() -> None:
     given = [*rows(), TokenRow('"ü', (7,), ())]
-    assert digest(given) == sha256_text(canonical([[row.id, row.input_ids, row.spans] for row in given]))
-    earlier = Earlier(Path("nowhere"), 'a "context"')
-    assert earlier.batch(given) == sha256_text(canonical([earlier.context, [[row.input_ids, row.final_index] for row in given]]))
+    last = given[-1]
+    others = [replace(last, id="x"), replace(last, input_ids=(8,)), replace(last, spans=((0, 1),)), replace(last, input_ids=(7, 7))]
+    changed = [given[:-1], given[::-1], *([*given[:-1], other] for other in others)]
+    # The same tokens in a row cut elsewhere.
+    changed.append([replace(given[0], input_ids=(5, 6, 7)), replace(given[1], input_ids=(8, *given[1].input_ids)), *given[2:]])
+    assert digest([*given]) == digest(given) and len({digest(given), *map(digest, changed)}) == 1 + len(changed)
+    earlier, elsewhere = Earlier(Path("nowhere"), "a"), Earlier(Path("nowhere"), "b")
+    named = [earlier.batch(some) for some in (given, *changed) if "x" not in [row.id for row in some]]
+    assert len({*named, elsewhere.batch(given)}) == len(named) + 1
+    assert earlier.batch(given) == earlier.batch([*given[:-1], others[0]]), "an id decides no state"
 
 
 def test_nan_infinity_and_zero_states_are_defects() -> None:

@@ -125,7 +125,7 @@ def unlike_greedy(engine: TargetEngine, rows: Sequence[TokenRow], states: Sequen
     """
     counts = np.array([len(row.final_index) for row in rows])
     owners, starts = np.repeat(np.arange(len(rows)), counts), np.cumsum(counts) - counts
-    following = np.concatenate([np.array(row.input_ids)[np.array(row.final_index, np.int64) + 1] for row in rows])
+    following = np.concatenate([row.ids[np.array(row.final_index, np.int64) + 1] for row in rows])
     different = np.flatnonzero(torch.cat([state.argmax for state in states]).numpy() != following)
     if not len(different):
         return np.zeros(len(rows), np.int64)

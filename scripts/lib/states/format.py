@@ -193,7 +193,7 @@ def tables(rows: Sequence[TokenRow]) -> dict[str, Tensor]:
     starts = offsets[:-1].tolist()
     spans = [(start + first, start + last) for start, row in zip(starts, rows, strict=True) for first, last in row.spans]
     tensors = {
-        "input_ids": np.fromiter(chain.from_iterable(row.input_ids for row in rows), np.int32, offsets[-1]),
+        "input_ids": np.concatenate([row.ids for row in rows]),
         "row_offsets": offsets,
         "final_index": np.concatenate([np.array(row.final_index, np.int64) + start for start, row in zip(starts, rows, strict=True)]),
         "loss_spans": np.array(spans, np.int64).reshape(-1, 2),

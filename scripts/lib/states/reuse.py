@@ -13,12 +13,11 @@ from pathlib import Path
 import polars as pl
 
 from scripts.lib.engines.protocol import RowStates
-from scripts.lib.ground.files import canonical, sha256_text
 from scripts.lib.ground.manifest import NAME, Shard, checked_shard, read_manifest
 from scripts.lib.states.encoded import decoded
 from scripts.lib.states.format import HiddenShard, final_borders
 from scripts.lib.states.reader import read_shard
-from scripts.lib.states.rows import TokenRow, listed
+from scripts.lib.states.rows import TokenRow, content_name
 
 TABLE = "batches.parquet"
 SCHEMA = {"shard": pl.String, "row": pl.Int64, "batch": pl.String, "member": pl.Int64}
@@ -42,7 +41,7 @@ class Earlier:
 
     def batch(self, rows: Sequence[TokenRow]) -> str:
         """Names the batch of `rows`: equal names mean equal states."""
-        return sha256_text(f"[{canonical(self.context)},{listed([row.input_ids, row.final_index] for row in rows)}]")
+        return content_name(self.context, rows)
 
     def states(self, rows: Sequence[TokenRow]) -> list[RowStates] | None:
         """The states of the batch of `rows` if all of them were published before. Raises StageError for a shard that is damaged."""

@@ -1,5 +1,6 @@
 """Token rows, and how they are cut into shards."""
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import polars as pl
 
-from scripts.lib.ground.files import canonical, sha256_text
+from scripts.lib.ground.files import canonical
 from scripts.lib.ground.manifest import checked_shard, read_manifest
 from scripts.lib.states.storing import Storing
 
@@ -32,6 +33,11 @@ class TokenRow:
     input_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     dataset: str = ""
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """`input_ids`, i32 [T]."""
+        return np.array(self.input_ids, np.int32)
 
     @cached_property
     def final_index(self) -> tuple[int, ...]:
@@ -57,10 +63,12 @@ class ShardPlan:
         """The rows of the shard, in merged order."""
         frame = pl.scan_parquet(list(self.files)).slice(self.first, self.rows).with_columns(**LENGTHS).collect()
         kept = frame.filter(rejection(self.context).is_null())
-        return [
-            TokenRow(name, tuple(ids), tuple((span["start"], span["end"]) for span in spans), dataset)
-            for name, ids, spans, dataset in kept.select("id", "input_ids", "loss_spans", "dataset").iter_rows()
-        ]
+        ids, end = kept["input_ids"].explode().to_numpy(), 0
+        rows = []
+        for name, tokens, spans, dataset in kept.select("id", "tokens", "loss_spans", "dataset").iter_rows():
+            start, end = end, end + tokens
+            rows.append(TokenRow(name, tuple(ids[start:end].tolist()), tuple((span["start"], span["end"]) for span in spans), dataset))
+        return rows
 
     def bytes(self, hidden_size: int, storing: Storing) -> int:
         """Size of the file, give or take its header: states, 4 bytes of id a token, 12 of place and argmax a teacher, spans and offsets."""
@@ -76,13 +84,19 @@ def rejection(context: int) -> pl.Expr:
 
 
 def digest(rows: Sequence[TokenRow]) -> str:
-    """Names the content of `rows`."""
-    return sha256_text(listed([row.id, row.input_ids, row.spans] for row in rows))
+    """Names the content of `rows`, with their ids."""
+    return content_name("", rows, [row.id for row in rows])
 
 
-def listed(values: Iterable[Any]) -> str:
-    """The list of `values` as `canonical` gives it, made one by one: other threads wait while a long text is made."""
-    return f"[{','.join(map(canonical, values))}]"
+def content_name(context: str, rows: Sequence[TokenRow], ids: Iterable[str] = ()) -> str:
+    """Names `context`, the tokens and spans of `rows`, and `ids`.
+
+    Tokens are hashed as they lie in memory: as text they take several times as long, while all other threads wait.
+    """
+    found = hashlib.sha256(canonical([context, [[len(row.input_ids), row.spans] for row in rows], list(ids)]).encode())
+    for row in rows:
+        found.update(row.ids.astype("<i4", copy=False).data)
+    return found.hexdigest()
 
 
 def plan_shards(manifest: Path, tokens_per_shard: int, context: int) -> tuple[list[ShardPlan], Counter[str]]:

@@ -167,6 +167,7 @@ def test_no_more_shards_are_in_memory_than_threads_and_one() -> None:
     fake: Any = SimpleNamespace(capture=capture, finish=finish)
     plans: Any = [SimpleNamespace(read=lambda number=number: number) for number in range(10)]
     assert [(plan.read(), receipt) for plan, receipt in written(fake, plans, 2)] == [(number, number) for number in range(10)]
+    assert not list(written(fake, [], 2)), "a run that was killed behind its last shard has none left to make"
 
 
 def test_the_benchmark_gives_its_figures(target: Path, merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

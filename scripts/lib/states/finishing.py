@@ -42,11 +42,13 @@ def written(writer: ShardWriter, plans: Sequence[ShardPlan], count: int) -> Iter
 
 def read(plans: Sequence[ShardPlan], reader: ThreadPoolExecutor) -> Iterator[tuple[ShardPlan, Sequence[TokenRow]]]:
     """Each of `plans` with its rows; the `reader` reads those of the next one meanwhile."""
-    coming = deque((plan, reader.submit(plan.read)) for plan in plans[:1])
-    for following in (*plans[1:], None):
-        if following:
-            coming.append((following, reader.submit(following.read)))
-        plan, rows = coming.popleft()
+    coming: deque[tuple[ShardPlan, Future[list[TokenRow]]]] = deque()
+    for plan in plans:
+        coming.append((plan, reader.submit(plan.read)))
+        if len(coming) > 1:
+            before, rows = coming.popleft()
+            yield before, rows.result()
+    for plan, rows in coming:
         yield plan, rows.result()
 
 

@@ -40,6 +40,8 @@ def train(job: Job, folder: Path) -> Result:
 def train_rank(job: Job, folder: Path, device: str) -> Result | None:
     """The part of one rank on `device`; the first one writes the results and returns what they are."""
     torch.set_num_threads(max(job.runtime["threads"] // ranks.here(), 1))
+    if torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # Triton and graphs work on the current one
     settings = TrainSettings.of(job.settings)
     inputs = read_inputs(job, settings)
     feed = open_feed(job, folder, inputs, settings)

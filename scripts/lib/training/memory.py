@@ -1,6 +1,6 @@
 """How much memory of a GPU training takes, from sizes alone: before anything is loaded, and before the data is there.
 
-On GPUs the whole of it was 7 % below to 11 % above what was measured. It imports nothing heavy, so that a dry run can ask, too.
+On GPUs the whole of it, without a graph, was 7 % below to 11 % above what was measured. It imports nothing heavy: a dry run asks, too.
 Letters: H hidden size, I feed-forward width, E head size, V target vocabulary, D draft vocabulary.
 """
 
@@ -13,6 +13,7 @@ from scripts.lib.ground.errors import StageError
 GIB = 2**30
 FINE = 4  # bytes of a float32: master weights, their gradients, moments
 CHUNK = 1024  # teachers whose logits exist at a time, as in `distil`
+MOST_OPERATIONS = 1e13  # of a draft step of a batch that is recorded: about 30 ms of an H200
 TOO_HIGH = 1.11  # what the estimate was above the measured peak, at most
 
 
@@ -72,7 +73,8 @@ class Memory:
 
     `masters`: weights in float32 and their gradients. `optimizer`: moments. `copies`: weights for matrix products and their
     gradients. `target`: its embedding [V, H] and the draft rows [D, H] of its head. `states`: those of a batch. `activations`: what
-    draft steps leave for the backward pass. `logits`: of one chunk of teachers.
+    draft steps leave for the backward pass. `logits`: of one chunk of teachers. `graph`: both once more, where a recorded batch keeps its
+    own while the evaluation computes others.
     """
 
     masters: float
@@ -82,6 +84,7 @@ class Memory:
     states: float
     activations: float
     logits: float
+    graph: float = 0.0
 
     @property
     def total(self) -> float:
@@ -112,6 +115,7 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
     own = 2 * item if item < FINE else 0
     copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
     moments = 2 * weights - (weights - sizes.hidden * sizes.draft_vocabulary if load.muon else 0)
+    logits = CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item
     return Memory(
         masters=2 * FINE * weights / load.shards,
         optimizer=FINE * moments / load.shards,
@@ -119,8 +123,14 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
         target=(sizes.vocabulary + sizes.draft_vocabulary) * sizes.hidden * item,
         states=10 * load.positions * sizes.hidden * item,
         activations=kept * item,
-        logits=CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item,
+        logits=logits,
+        graph=kept * item + logits if load.shards == 1 and recorded(weights, load.slots) else 0.0,
     )
+
+
+def recorded(weights: int, slots: int) -> bool:
+    """Whether what a batch of `slots` adds to the gradients of so many `weights` is little enough to be a graph (`replayed.py`)."""
+    return 6 * weights * slots < MOST_OPERATIONS
 
 
 def trained_share(mix: Mapping[str, Any]) -> float:

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from scripts.lib.eagle3.model import Drafter
+from scripts.lib.training.memory import recorded
 from scripts.lib.training.packed import PackedBatch
 from scripts.lib.training.stepping import Recipe
 
-MOST_OPERATIONS = 1e13  # of a draft step of a batch: about 30 ms of an H200
 Compute = Callable[[PackedBatch, Tensor], Tensor]  # of a batch and what each draft step weighs f32[K]: summed losses f32[K]
 
 
 def pays(drafter: Drafter, recipe: Recipe, slots: int) -> bool:
     """Whether batches of `slots` are worth a graph: on CUDA, with all weights in one place, and with little to compute."""
-    operations = 6 * slots * sum(parameter.numel() for parameter in drafter.parameters())
-    return torch.device(recipe.device).type == "cuda" and not recipe.shard and operations < MOST_OPERATIONS
+    weights = sum(parameter.numel() for parameter in drafter.parameters())
+    return torch.device(recipe.device).type == "cuda" and not recipe.shard and recorded(weights, slots)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Recorded:
 class Replayed:
     """`compute`, recorded when it is called for the second time with a number of draft steps: the first call compiles kernels.
 
-    It must neither wait for the device nor put what outlives the call elsewhere than the first call did.
+    It must neither wait for the device nor put what outlives the call elsewhere than the first call did. What was recorded with another
+    number of draft steps goes, and its memory with it: a training does not come back to that.
     """
 
     def __init__(self, compute: Compute) -> None:
@@ -67,7 +68,9 @@ class Replayed:
         """Summed losses f32[K] of `batch`, with `weights` f32[K] of its draft steps."""
         steps = len(weights)
         if steps not in self.recorded:
-            self.recorded[steps] = None
+            if self.recorded:
+                torch.cuda.synchronize()  # the graph that goes may still run
+            self.recorded = {steps: None}
             return self.compute(batch, weights)
         recorded = self.recorded[steps] = self.recorded[steps] or Recorded.of(self.compute, batch, weights)
         return recorded.replay(batch, weights)

@@ -12,7 +12,7 @@ from scripts.lib.deploying import checking
 from scripts.lib.deploying.build import deploy
 from scripts.lib.deploying.checking import check_served
 from scripts.lib.deploying.choosing import best_choice, verdict
-from scripts.lib.deploying.serving import measured_flags
+from scripts.lib.deploying.serving import measured_flags, paired
 from scripts.lib.doctor.findings import Finding
 from scripts.lib.doctor.walking import QUESTIONS
 from scripts.lib.ground.errors import StageError
@@ -101,6 +101,11 @@ def test_flags_are_those_of_the_measured_server_without_what_belongs_to_its_plac
     ]
     unserved = measured_flags(with_unknown(cell("mtbench", "loop", ceiling=3)))
     assert unserved[-6:] == ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"]
+
+
+def test_a_flag_that_is_set_again_is_served_once_as_the_server_took_it():
+    flags = ["--graphs", "512", "--backend", "fa3", "--eager", "--graphs", "32", "--backend=triton", "--sizes", "1", "2"]
+    assert paired(flags) == ["--eager", "--graphs 32", "--backend=triton", "--sizes 1 2"]
 
 
 def test_the_folder_holds_the_drafter_without_a_second_copy_and_accounts_for_the_other(deployed):

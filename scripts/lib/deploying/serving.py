@@ -59,14 +59,17 @@ def refusal(chosen: Choice) -> str:
 
 
 def paired(flags: Sequence[str]) -> list[str]:
-    """Each flag with its values on one line."""
-    lines: list[str] = []
+    """Each flag with its values on one line; of a flag that is set twice the last, which is the one that a server takes."""
+    lines: dict[str, str] = {}
+    name = ""
     for flag in flags:
         if flag.startswith("--") or not lines:
-            lines.append(flag)
+            name = flag.partition("=")[0]
+            lines.pop(name, None)
+            lines[name] = flag
         else:
-            lines[-1] += f" {shlex.quote(flag)}"
-    return lines
+            lines[name] += f" {shlex.quote(flag)}"
+    return list(lines.values())
 
 
 def check_script() -> str:

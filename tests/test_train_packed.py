@@ -1,6 +1,7 @@
 """Packed batches on fixed shapes give the losses and gradients of the rows alone; kernels' plain forms are checked here."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed, everywhere
 from scripts.lib.training.packed_unroll import plain_kernels, unroll_packed
 from scripts.lib.training.products import Operands
-from scripts.lib.training.replayed import pays
+from scripts.lib.training.replayed import Recorded, Replayed, pays
 from scripts.lib.training.row_attention import block_first_keys, block_mask, dense_first_keys
 from scripts.lib.training.slots import trained_slots
 from scripts.lib.training.stepping import Recipe
@@ -183,3 +184,18 @@ def test_batches_of_small_drafters_are_recorded_where_a_gpu_has_all_weights(draf
     recipe = Recipe(torch.bfloat16, "cuda", DECAY, 1.0, soft_cross_entropy_)
     assert pays(drafter, recipe, 8192) and not pays(drafter, recipe, 10**9)
     assert not pays(drafter, replace(recipe, shard=True), 8192) and not pays(drafter, replace(recipe, device="cpu"), 8192)
+
+
+def test_the_second_batch_with_a_number_of_draft_steps_is_recorded_and_another_number_begins_anew(monkeypatch):
+    """What was recorded is made up here: `tests/test_train_cuda.py` has real ones."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(Recorded, "of", lambda compute, batch, weights: done.append("recorded") or SimpleNamespace(replay=replay))
+
+    def replay(batch, weights):
+        done.append(f"replayed {batch} {len(weights)}")
+
+    replayed = Replayed(lambda batch, weights: done.append(f"computed {batch} {len(weights)}"))
+    for batch, steps in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 3)):
+        replayed(batch, torch.ones(steps))
+    assert done == ["computed a 1", "recorded", "replayed b 1", "replayed c 1", "waited", "computed d 3", "recorded", "replayed e 3"]

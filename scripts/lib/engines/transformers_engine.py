@@ -59,8 +59,9 @@ class TransformersEngine:
         self.model = model
         self.eos_ids = eos_ids
         self.temperature, self.seed = temperature, seed
-        self._passing = threading.Lock() if changes(model) else contextlib.nullcontext()
-        self._aside = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" and not changes(model) else None
+        alone = changes(model)
+        self._passing = threading.Lock() if alone else contextlib.nullcontext()
+        self._aside = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" and not alone else None
 
     @property
     def device(self) -> torch.device:

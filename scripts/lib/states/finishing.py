@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from scripts.lib.states.rows import ShardPlan, TokenRow
+from scripts.lib.ground.ahead import ahead
+from scripts.lib.states.rows import ShardPlan
 from scripts.lib.states.writer import Receipt, ShardWriter
 
 WORKERS = 3  # as many shards wait in memory beside the one that is being captured, where the disk is slower than the engine
@@ -32,24 +33,12 @@ def written(writer: ShardWriter, plans: Sequence[ShardPlan], count: int) -> Iter
         return
     with switching_often(), ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(count, thread_name_prefix="finish") as pool:
         pending: deque[tuple[ShardPlan, Future[Receipt]]] = deque()
-        for plan, rows in read(plans, reader):
+        for plan, rows in zip(plans, ahead(reader, lambda plan: plan.read(), plans, 1), strict=True):
             pending.append((plan, pool.submit(writer.finish, plan, writer.capture(rows))))
             while pending and (len(pending) > count or pending[0][1].done()):
                 yield ended(pending)
         while pending:
             yield ended(pending)
-
-
-def read(plans: Sequence[ShardPlan], reader: ThreadPoolExecutor) -> Iterator[tuple[ShardPlan, Sequence[TokenRow]]]:
-    """Each of `plans` with its rows; the `reader` reads those of the next one meanwhile."""
-    coming: deque[tuple[ShardPlan, Future[list[TokenRow]]]] = deque()
-    for plan in plans:
-        coming.append((plan, reader.submit(plan.read)))
-        if len(coming) > 1:
-            before, rows = coming.popleft()
-            yield before, rows.result()
-    for plan, rows in coming:
-        yield plan, rows.result()
 
 
 @contextlib.contextmanager

@@ -2,16 +2,15 @@
 copies the batch, and the GPU decodes it; otherwise threads decode.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 
+from scripts.lib.ground.ahead import ahead
 from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.packed import Capacity, FactoredBatch, PackedBatch, collate_factored, collate_packed
 
-Made = TypeVar("Made")
 AHEAD = 3  # batches in the making, of which one may meet rows that the page cache has lost
 
 
@@ -19,20 +18,10 @@ def packed_batches(runs: Sequence[Iterable[TrainingRow]], capacity: Capacity, dt
     """A batch on `device` for each of `runs`, in order; the next ones are made while one is used."""
     with ThreadPoolExecutor(torch.get_num_threads()) as readers, ThreadPoolExecutor(AHEAD) as pool:
         if torch.device(device).type == "cuda":
-            made = ahead(pool, lambda rows: collate_factored(list(rows), capacity, dtype, readers.map), runs)
+            made = ahead(pool, lambda rows: collate_factored(list(rows), capacity, dtype, readers.map), runs, AHEAD)
             yield from map(CudaMover(device), made)
         else:
-            yield from ahead(pool, lambda rows: collate_packed(list(rows), capacity, dtype, readers.map), runs)
-
-
-def ahead(pool: ThreadPoolExecutor, make: Callable[[Iterable[TrainingRow]], Made], runs: Sequence[Iterable[TrainingRow]]) -> Iterator[Made]:
-    """`make(run)` for each of `runs`; up to `AHEAD` are in the making."""
-    waiting = [pool.submit(make, rows) for rows in runs[:AHEAD]]
-    for place in range(len(runs)):
-        batch = waiting.pop(0).result()
-        if place + AHEAD < len(runs):
-            waiting.append(pool.submit(make, runs[place + AHEAD]))
-        yield batch
+            yield from ahead(pool, lambda rows: collate_packed(list(rows), capacity, dtype, readers.map), runs, AHEAD)
 
 
 class CudaMover:

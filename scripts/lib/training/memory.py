@@ -115,16 +115,16 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
     own = 2 * item if item < FINE else 0
     copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
     moments = 2 * weights - (weights - sizes.hidden * sizes.draft_vocabulary if load.muon else 0)
-    logits = CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item
+    activations, logits = kept * item, CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item
     return Memory(
         masters=2 * FINE * weights / load.shards,
         optimizer=FINE * moments / load.shards,
         copies=copies * weights,
         target=(sizes.vocabulary + sizes.draft_vocabulary) * sizes.hidden * item,
         states=10 * load.positions * sizes.hidden * item,
-        activations=kept * item,
+        activations=activations,
         logits=logits,
-        graph=kept * item + logits if load.shards == 1 and recorded(weights, load.slots) else 0.0,
+        graph=activations + logits if load.shards == 1 and recorded(weights, load.slots) else 0.0,
     )
 
 

@@ -60,8 +60,9 @@ class PackedStep:
         sums = torch.zeros(len(counts), device=device)
         slots = on_device([max(count, 1) for count in counts], device)
         decay = on_device([self.recipe.decay**step for step in range(len(counts))], device)
+        weights = decay / slots
         for batch in batches:
-            sums += self.add_gradients(batch, decay / slots)
+            sums += self.add_gradients(batch, weights)
         add_up(sums)
         norm = self.weights.step(learning_rate, self.recipe.clip)
         means = sums / slots

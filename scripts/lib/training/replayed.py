@@ -61,16 +61,16 @@ class Replayed:
     """
 
     def __init__(self, compute: Compute) -> None:
-        self.compute = compute
-        self.recorded: dict[int, Recorded | None] = {}
+        self.compute, self.steps = compute, 0
+        self.recorded: Recorded | None = None
 
     def __call__(self, batch: PackedBatch, weights: Tensor) -> Tensor:
         """Summed losses f32[K] of `batch`, with `weights` f32[K] of its draft steps."""
-        steps = len(weights)
-        if steps not in self.recorded:
+        if len(weights) != self.steps:
             if self.recorded:
                 torch.cuda.synchronize()  # the graph that goes may still run
-            self.recorded = {steps: None}
+            self.steps, self.recorded = len(weights), None
             return self.compute(batch, weights)
-        recorded = self.recorded[steps] = self.recorded[steps] or Recorded.of(self.compute, batch, weights)
-        return recorded.replay(batch, weights)
+        if self.recorded is None:
+            self.recorded = Recorded.of(self.compute, batch, weights)
+        return self.recorded.replay(batch, weights)

@@ -51,6 +51,9 @@ class ScriptedEngine:
             return Completion(request.key, tuple(output[: request.max_tokens]), "length")
         return Completion(request.key, tuple(output), "stop")
 
+    def lane(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
     def beside(self) -> AbstractContextManager[None]:
         raise NotImplementedError
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,9 @@ class FakeEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         raise NotImplementedError
+
+    def lane(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def beside(self) -> AbstractContextManager[None]:
         raise NotImplementedError

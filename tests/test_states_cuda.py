@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scripts.lib.engines.protocol import RowStates, StateRequest
-from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
+from scripts.lib.engines.transformers_engine import TransformersEngine, choices, load_target
 from scripts.lib.ground.manifest import Manifest
 from scripts.lib.ground.stage import run
 from scripts.lib.states import hidden as stage
 from scripts.lib.states.capture import Batching, capture
+from scripts.lib.states.checks import largest
 from scripts.lib.states.encoded import decoded
 from scripts.lib.states.hidden import hidden
 from scripts.lib.states.landing import Landing
@@ -111,13 +112,41 @@ def test_rounding_on_the_gpu_is_that_of_the_host_for_numbers_of_every_size() -> 
     aux = (torch.randn(20000, 3, 64) * torch.logspace(-30, 30, 20000, base=2)[:, None, None]).bfloat16()
     final = aux[:, 0].contiguous()
     values, scales = quantised(aux)
-    bits, factors = rounded_aux(aux.cuda())
-    assert torch.equal(bits.cpu(), values.view(torch.uint8)) and torch.equal(factors.cpu(), scales)
-    check_rounded(final, rounded_final(final.cuda()).cpu())
+    bits, factors, peaks = (made.cpu() for made in rounded_aux(aux.cuda()))
+    assert torch.equal(bits, values.view(torch.uint8)) and torch.equal(factors, scales) and torch.equal(peaks, largest(aux))
+    even, final_peaks = (made.cpu() for made in rounded_final(final.cuda()))
+    check_rounded(final, even)
+    assert torch.equal(final_peaks, largest(final))
     states = [RowStates(aux[:50], final[:9], torch.arange(9)), RowStates(aux[50:90], final[9:12], torch.arange(3))]
     landed = Landing(torch.device("cuda")).land(states, 1)
     assert [len(state.aux) for state in landed.wait()] == [0, 40] and landed.defects() == [None, None]
     assert torch.equal(torch.cat([row.scales for row in landed.rounded]), scales[:90])
+
+
+@pytest.mark.parametrize("size", [64, 576, 7168])
+def test_states_that_are_no_numbers_or_nought_are_told_as_on_the_host(size: int) -> None:
+    torch.manual_seed(0)
+    aux = torch.randn(40, 3, size).bfloat16()
+    aux[3, 1, 5], aux[4, 0, -1], aux[5, 2, 7], aux[6, 2] = torch.nan, torch.inf, -torch.inf, 0
+    final = aux[:, 2].contiguous()
+    assert torch.equal(rounded_aux(aux.cuda())[2].cpu().nan_to_num(-1), largest(aux).nan_to_num(-1))
+    even, peaks = (made.cpu() for made in rounded_final(final.cuda()))
+    assert torch.equal(peaks.nan_to_num(-1), largest(final).nan_to_num(-1))
+    finite = final.isfinite().all(1)
+    check_rounded(final[finite], even[finite])
+    assert not even[6].any() and len(rounded_final(final[:0].cuda())[0]) == len(rounded_aux(aux[:0].cuda())[0]) == 0
+
+
+@pytest.mark.parametrize("vocabulary", [50, 4096, 49152, 128256])
+def test_the_first_of_the_best_tokens_is_chosen(vocabulary: int) -> None:
+    """Many are tied in bfloat16."""
+    torch.manual_seed(0)
+    logits = torch.randint(0, 300, (64, vocabulary)).bfloat16()
+    logits[0], logits[1] = -torch.inf, 0
+    wanted = [row.index(max(row)) for row in logits.tolist()]
+    assert choices(logits.cuda()).tolist() == wanted and choices(logits[:0].cuda()).tolist() == []
+    logits[2] = torch.nan
+    assert 0 <= int(choices(logits.cuda())[2]) < vocabulary
 
 
 def test_rows_with_a_common_beginning_run_in_the_flash_kernels(target: Path) -> None:

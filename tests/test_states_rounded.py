@@ -14,9 +14,9 @@ from scripts.lib.engines.protocol import RowStates
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
 from scripts.lib.ground.stage import Job
 from scripts.lib.states import hidden as stage
-from scripts.lib.states import landing, rounded, writer
+from scripts.lib.states import landing, writer
 from scripts.lib.states.capture import Batching, Captured, capture
-from scripts.lib.states.checks import check_sample, sampled
+from scripts.lib.states.checks import check_sample, largest, sampled
 from scripts.lib.states.hidden import hidden
 from scripts.lib.states.rounded import rounded_aux, rounded_final, rounding_device
 from scripts.lib.states.rounding import off_grid, on_grid, quantised
@@ -115,19 +115,18 @@ def test_nobody_reads_rounded_states_that_are_still_under_way(dumping: Dumping, 
     assert dumping.files("late", some_token_rows(20), CPU, 2) == wanted
 
 
-@pytest.mark.parametrize("at_once", [1, 500, 2**26])
-def test_rounding_a_batch_is_rounding_its_states(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """Whatever is rounded together, with states of nought and of very different size among them."""
-    monkeypatch.setattr(rounded, "AT_ONCE", at_once)
+def test_rounding_a_batch_is_rounding_its_states() -> None:
+    """With states of nought and of very different size among them."""
     aux, final = (
         torch.randn(size).bfloat16() * torch.logspace(-4, 4, size[0]).bfloat16().view(-1, *[1] * (len(size) - 1)) for size in SIZES
     )
     final[3] = 0
-    bits, scales = rounded_aux(aux)
+    bits, scales, peaks = rounded_aux(aux)
     values, factors = quantised(aux)
-    assert torch.equal(bits, values.view(torch.uint8)) and torch.equal(scales, factors)
-    assert torch.equal(rounded_final(final).view(torch.int16), off_grid(*on_grid(final)).view(torch.int16))
-    assert len(rounded_final(final[:0])) == len(rounded_aux(aux[:0])[0]) == 0
+    assert torch.equal(bits, values.view(torch.uint8)) and torch.equal(scales, factors) and torch.equal(peaks, largest(aux))
+    even, final_peaks = rounded_final(final)
+    assert torch.equal(even.view(torch.int16), off_grid(*on_grid(final)).view(torch.int16)) and torch.equal(final_peaks, largest(final))
+    assert len(rounded_final(final[:0])[0]) == len(rounded_aux(aux[:0])[0]) == 0
 
 
 def test_a_device_rounds_only_what_it_computed_and_the_host_does_not_compress() -> None:

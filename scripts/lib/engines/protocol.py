@@ -59,6 +59,10 @@ class TargetEngine(Protocol):
         """Answer `requests`; completions come in the same order."""
         ...
 
+    def lane(self) -> AbstractContextManager[None]:
+        """A batch whose states are asked for inside may run while that before it does."""
+        ...
+
     def beside(self) -> AbstractContextManager[None]:
         """What is asked for inside does not wait for batches whose states were asked for before."""
         ...

@@ -4,6 +4,7 @@ Shapes: B rows, N new tokens, T tokens of a row, F positions with a teacher, H h
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRe
 from scripts.lib.engines.sampling import Sampler
 from scripts.lib.ground.errors import StageError
 
-LOGIT_ROWS = {"cpu": 512, "cuda": 2048}  # of one lm_head product: bounds the logits to so many × V; a GPU wants larger ones
+LOGIT_ROWS = {"cpu": 512, "cuda": 4096}  # of one lm_head product: bounds the logits to so many × V; a GPU wants larger ones
+LANES = 2  # batches that a GPU works on at a time
 SHARED_TOKENS = 8  # a shorter common beginning is not worth a forward pass of its own
 
 
@@ -61,7 +63,9 @@ class TransformersEngine:
         self.temperature, self.seed = temperature, seed
         alone = changes(model)
         self._passing = threading.Lock() if alone else contextlib.nullcontext()
-        self._aside = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" and not alone else None
+        apart = self.device.type == "cuda" and not alone
+        self._aside = stream(self.device, priority=-1) if apart else None
+        self._lanes = itertools.cycle([stream(self.device) for _ in range(LANES)] if apart else [None])
 
     @property
     def device(self) -> torch.device:
@@ -77,6 +81,10 @@ class TransformersEngine:
     def logit_rows(self) -> int:
         """Rows of one product with the head."""
         return LOGIT_ROWS.get(self.device.type, LOGIT_ROWS["cpu"])
+
+    def lane(self) -> contextlib.AbstractContextManager[None]:
+        """On a GPU batches take turns on streams: while one waits for memory or ends a layer the other computes. Results are the same."""
+        return torch.cuda.stream(next(self._lanes))
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a GPU computes what is asked for before the batches that are queued, unless passes must not meet."""
@@ -116,7 +124,7 @@ class TransformersEngine:
         width = final.shape[1]
         places = sent(flat([np.arange(len(row.input_ids)) for row in rows], width), final.device)
         wanted = final.flatten(0, 1)[sent(flat([np.array(row.final_index, np.int64) for row in rows], width), final.device)]
-        argmax = torch.cat([self.model.lm_head(part).argmax(-1) for part in wanted.split(self.logit_rows)]).to(final.device)
+        argmax = torch.cat([choices(self.model.lm_head(part)) for part in wanted.split(self.logit_rows)]).to(final.device)
         packed = torch.stack([stream.flatten(0, 1)[places] for stream in aux], dim=1)
         sizes = [len(row.final_index) for row in rows]
         parts = (packed.split([len(row.input_ids) for row in rows]), wanted.split(sizes), argmax.split(sizes))
@@ -144,6 +152,13 @@ class TransformersEngine:
         return [(torch.cat(streams, dim=1) if prefix else streams[0]).to(rest.device) for streams in zip(*parts, strict=True)]
 
 
+def stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of `device` behind all that was queued there so far, such as the weights' way to it."""
+    made = torch.cuda.Stream(device, priority=priority)
+    made.wait_stream(torch.cuda.current_stream(device))
+    return made
+
+
 def changes(model: PreTrainedModel) -> bool:
     """Whether a forward pass changes `model`, so that another thread's would run into it.
 
@@ -151,6 +166,15 @@ def changes(model: PreTrainedModel) -> bool:
     """
     rotary = str(getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None))
     return "dynamic" in rotary or "longrope" in rotary or any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def choices(logits: torch.Tensor) -> torch.Tensor:
+    """The first best token [F] of each row of `logits` [F, V]."""
+    if not logits.is_cuda:
+        return logits.argmax(-1)
+    from scripts.lib.engines.triton_choice import first_choices  # Triton is there with CUDA only
+
+    return first_choices(logits)
 
 
 def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:

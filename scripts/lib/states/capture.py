@@ -90,7 +90,8 @@ def capture(
     landed: list[tuple[Sequence[int], Landed]] = []
     for batch in batches([row.input_ids for row in rows], batching):
         own = batch.index(whole) if whole in batch else None
-        landed.append((batch, landing.land(made([rows[index] for index in batch]), own)))
+        with engine.lane():
+            landed.append((batch, landing.land(made([rows[index] for index in batch]), own)))
     return Captured(rows, landed, whole)
 
 

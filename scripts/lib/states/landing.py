@@ -15,7 +15,7 @@ from scripts.lib.states.checks import Peaks, defect, largest
 from scripts.lib.states.rounded import Rounded, rounded_aux, rounded_final
 from scripts.lib.states.rounding import FP8
 
-PLAIN = 5  # tensors that `end_to_end` gives; those behind them are rounded
+PLAIN = 5  # tensors that are copied of all batches: states, choices and peaks; those behind them are rounded
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,20 @@ class Landing:
         Of those that are rounded the aux states of row `whole` come as they are too.
         """
         tokens, teachers = [len(state.aux) for state in states], [len(state.final) for state in states]
-        tensors, left = end_to_end(states), tokens
-        if self._rounding is not None:
+        plain, left = end_to_end(states), tokens
+        if self._rounding is None:
+            tensors = (*plain, *map(largest, plain[:2]))
+        else:
             left = [count if number == whole else 0 for number, count in enumerate(tokens)]
             start = sum(tokens[:whole])
-            aux, *others = on(self._rounding, tensors)
-            tensors = (aux[start : start + sum(left)], *others, *rounded_aux(aux), rounded_final(others[0]))
+            aux, final, argmax = on(self._rounding, plain)
+            (bits, scales, peaks), (even, final_peaks) = rounded_aux(aux), rounded_final(final)
+            tensors = (aux[start : start + sum(left)], final, argmax, peaks, final_peaks, bits, scales, even)
         copies, arrived = self._copied(tensors)
-        aux, final, argmax, *peaks = copies[:PLAIN]
+        aux, final, argmax, *peaks_of_all = copies[:PLAIN]
         parts = zip(aux.split(left), final.split(teachers), argmax.split(teachers), strict=True)
-        return Landed(tokens, [RowStates(*row) for row in parts], rounded_rows(copies[PLAIN:], tokens, teachers), Peaks(*peaks), arrived)
+        rounded = rounded_rows(copies[PLAIN:], tokens, teachers)
+        return Landed(tokens, [RowStates(*row) for row in parts], rounded, Peaks(*peaks_of_all), arrived)
 
     def _copied(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], torch.cuda.Event | None]:
         """Copies of `tensors` on their way; those of the batch before are there."""
@@ -96,12 +100,11 @@ class Landing:
         return copies, arrived
 
 
-def end_to_end(states: Sequence[RowStates]) -> tuple[Tensor, ...]:
-    """`aux` bf16 [T, 3, H], `final` bf16 [F, H] and `argmax` [F] of all rows of `states`, and the peaks [T, 3] and [F] of the first two."""
+def end_to_end(states: Sequence[RowStates]) -> tuple[Tensor, Tensor, Tensor]:
+    """`aux` bf16 [T, 3, H], `final` bf16 [F, H] and `argmax` [F] of all rows of `states`."""
     parts = ([getattr(state, name) for state in states] for name in ("aux", "final", "argmax"))
     aux, final, argmax = (own[0] if len(own) == 1 else torch.cat(own) for own in parts)
-    aux, final = aux.to(torch.bfloat16), final.to(torch.bfloat16)
-    return aux, final, argmax, largest(aux), largest(final)
+    return aux.to(torch.bfloat16), final.to(torch.bfloat16), argmax
 
 
 def on(device: torch.device, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scripts.lib.states.checks import largest
 from scripts.lib.states.encoded import Factored
-from scripts.lib.states.rounding import blocks, on_grid, quantised
+from scripts.lib.states.rounding import on_grid, quantised
 from scripts.lib.states.storing import Storing
 
 ROUNDED = Storing("fp8")
-AT_ONCE = 2**26  # numbers: bounds what rounding takes of a GPU's memory, in float32 and twice
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,20 @@ def rounding_device(engine: str, storing: Storing, device: str) -> torch.device 
     return torch.device(device) if there else None
 
 
-def rounded_aux(aux: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits u8 [T, 3, H] of e4m3 numbers, which few operations take, and scales f32 [T, 3] of `aux` bf16 [T, 3, H], on its device."""
-    bits = torch.empty(aux.shape, dtype=torch.uint8, device=aux.device)
-    scales = torch.empty(aux.shape[:2], dtype=torch.float32, device=aux.device)
-    for some, *places in blocks(aux, bits, scales, numbers=AT_ONCE):
-        values, factors = quantised(some)
-        for place, made in zip(places, (values.view(torch.uint8), factors), strict=True):
-            place.copy_(made)
-    return bits, scales
+def rounded_aux(aux: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The bits u8 [T, 3, H] of e4m3 numbers, which few operations take, scales f32 [T, 3] and peaks [T, 3] of `aux` bf16 [T, 3, H]."""
+    if aux.is_cuda:
+        from scripts.lib.states.triton_rounding import e4m3_states  # Triton is there with CUDA only
+
+        return e4m3_states(aux)
+    values, scales = quantised(aux)
+    return values.view(torch.uint8), scales, largest(aux)
 
 
-def rounded_final(final: Tensor) -> Tensor:
-    """`final` bf16 [F, H] on its grid, on its device."""
-    result = torch.empty_like(final)
-    for some, place in blocks(final, result, numbers=AT_ONCE):
-        place.copy_(Factored(*on_grid(some)).product())
-    return result
+def rounded_final(final: Tensor) -> tuple[Tensor, Tensor]:
+    """`final` bf16 [F, H] on its grid, and the peaks [F] of what it was."""
+    if final.is_cuda:
+        from scripts.lib.states.triton_rounding import grid_states
+
+        return grid_states(final)
+    return Factored(*on_grid(final)).product(), largest(final)

@@ -127,6 +127,10 @@ class ServedEngine:
         """Answers of the reference."""
         return self.plain().generate(requests)
 
+    def lane(self) -> contextlib.AbstractContextManager[None]:
+        """The server decides what runs together."""
+        return contextlib.nullcontext()
+
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """As the reference's."""
         return self.plain().beside()

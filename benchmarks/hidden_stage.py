@@ -3,9 +3,9 @@
 python -m benchmarks.hidden_stage --target results/demo/target --merged results/demo/merged/manifest.json --device cuda \
     --dtype bfloat16 --batch-tokens 65536 --tokens-per-shard 262144 --stored fp8 --threads 8 --tokens 4000000
 
-Bare passes and dumps (forward passes, checks, files, receipts) of all rows take turns, after one turn over the first shard that is not
-counted. Rows are repeated until there are `--tokens` of them. Then one shard and a plain file of as many bytes are written in turns. Both
-times end when the disk has the bytes. The last line is JSON, with medians.
+Bare passes and dumps (forward passes, checks, files, receipts) of all rows take turns, after one turn over the first shards that is not
+counted: a GPU gives out memory for each new size of batch. Rows are repeated until there are `--tokens` of them. Then one shard and a
+plain file of as many bytes are written in turns. Both times end when the disk has the bytes. The last line is JSON, with medians.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from scripts.lib.states.storing import COMPRESSIONS
 from scripts.lib.states.storing import DTYPES as STORED
 
 GIGA = 1e9
+WARM = 8  # one of so many shards before the clock starts
 WRITES = 3  # of a shard and of a plain file, in turns
 
 
@@ -110,15 +111,15 @@ def mixed(manifest: Path, wanted: int | None, folder: Path) -> tuple[Path, list[
 
 def turns(dump: Dump, shards: Sequence[Sequence[TokenRow]], device: str, repeats: int) -> dict[str, float]:
     """Tokens a second of bare passes and of dumps of all `shards`, and GB/s that a dump writes: medians of `repeats` turns."""
-    prefill(dump, shards[:1])
-    dumped(dump, dump.plans[:1], device)
+    warm = max(len(shards) // WARM, 1)
+    prefill(dump, shards[:warm])
+    dumped(dump, dump.plans[:warm], device)
     seconds: dict[str, list[float]] = {"prefill": [], "dump": []}
     size = 0
     for _ in range(repeats):
         seconds["prefill"].append(timed(lambda: prefill(dump, shards)))
-        start = time.perf_counter()
-        size = dumped(dump, dump.plans, device)
-        seconds["dump"].append(time.perf_counter() - start)
+        taken, size = dumped(dump, dump.plans, device)
+        seconds["dump"].append(taken)
         print({name: round(values[-1], 2) for name, values in seconds.items()}, flush=True)
     tokens = sum(len(row.input_ids) for rows in shards for row in rows)
     middle = {name: statistics.median(values) for name, values in seconds.items()}
@@ -139,13 +140,15 @@ def prefill(dump: Dump, shards: Sequence[Sequence[TokenRow]]) -> None:
         torch.cuda.synchronize()
 
 
-def dumped(dump: Dump, plans: Sequence[ShardPlan], device: str) -> int:
-    """Make the shards `plans` as the stage does; their bytes. They are deleted."""
+def dumped(dump: Dump, plans: Sequence[ShardPlan], device: str) -> tuple[float, int]:
+    """Make the shards `plans` as the stage does: the seconds, and their bytes. They are deleted afterwards."""
     folder = dump.writer.folder / "dumped"
     (folder / RECEIPTS).mkdir(parents=True)
+    start = time.perf_counter()
     receipts = [receipt for _, receipt in written(replace(dump.writer, folder=folder), plans, workers(device))]
+    seconds = time.perf_counter() - start
     shutil.rmtree(folder)
-    return sum(receipt.shard.bytes for receipt in receipts if receipt.shard)
+    return seconds, sum(receipt.shard.bytes for receipt in receipts if receipt.shard)
 
 
 def write_speeds(folder: Path, write: Callable[[Path], str]) -> dict[str, float]:

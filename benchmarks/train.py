@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,9 @@ def main() -> None:
     if arguments.vs == "speculators":
         from benchmarks.train_speculators import speculators
 
-        longest = arguments.longest or shape.longest
-        figures |= best_of_batches(
-            lambda size: speculators(shape, rows, (steps, arguments.peer_steps), size * longest, arguments.device),
-            arguments.peer_batch,
-            figures,
-        )
+        lengths = [size * (arguments.longest or shape.longest) for size in arguments.peer_batch]
+        for kind in arguments.peer_loss:
+            figures[kind] = best_of_batches(partial(speculators, shape, rows, (steps, arguments.peer_steps), kind), lengths, figures)
     print(json.dumps(figures))
 
 
@@ -106,6 +104,7 @@ def parsed() -> argparse.Namespace:
         default=[1, 2, 4],
         help="rows of a batch, or longest rows of a sequence, that a peer is tried with; its best counts",
     )
+    parser.add_argument("--peer-loss", nargs="+", choices=("fused", "eager"), default=["fused"], help="of speculators")
     parser.add_argument("--recompute", action="store_true", help="compute draft steps again in the backward pass")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     arguments = parser.parse_args()

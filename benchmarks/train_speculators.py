@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from speculators import SpeculatorsConfig, VerifierConfig
-from speculators.losses import resolve_loss_config
+from speculators.losses import LossConfig, resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor
@@ -24,26 +24,26 @@ from scripts.lib.states.encoded import decoded
 from scripts.lib.training.batches import TrainingRow
 
 WARMUP, CLIP, RATE = 6, 1.0, 1e-4
-LOSS = resolve_loss_config("kl_div", "fused" if torch.cuda.is_available() else "eager")
 Batch = tuple[dict[str, Tensor], int]
 
 
-def speculators(shape: Shape, rows: Sequence[TrainingRow], steps: tuple[int, int], length: int, device: str) -> dict[str, Any]:
+def speculators(shape: Shape, rows: Sequence[TrainingRow], steps: tuple[int, int], kind: str, length: int) -> dict[str, Any]:
     """Trained tokens a second and peak memory (10^9 bytes) of optimizer steps on sequences of `length` tokens.
 
-    `steps` are those that are drafted, and those that are timed.
+    `steps` are those that are drafted, and those that are timed; `kind` is that of its loss.
     """
     drafted, timed = steps
+    device, loss = ("cuda" if torch.cuda.is_available() else "cpu"), loss_of(kind)
     model = new_model(shape, drafted, device)
     optimizer = torch.optim.AdamW((weight for weight in model.parameters() if weight.requires_grad), lr=RATE)
     batches = packed(rows, length, device)
     runs = [batches[number % len(batches)] for number in range(WARMUP + timed)]
     for tensors, _ in runs[:WARMUP]:
-        train_step(model, optimizer, tensors, drafted)
+        train_step(model, optimizer, tensors, (drafted, loss))
     synchronise(device)
     start = time.perf_counter()
     for tensors, _ in runs[WARMUP:]:
-        train_step(model, optimizer, tensors, drafted)
+        train_step(model, optimizer, tensors, (drafted, loss))
     peak = synchronise(device)
     seconds = time.perf_counter() - start
     del model, optimizer, batches
@@ -79,10 +79,19 @@ def new_model(shape: Shape, steps: int, device: str) -> Eagle3DraftModel:
     return model.to(device).train()
 
 
-def train_step(model: Eagle3DraftModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], steps: int) -> None:
-    """One optimizer step of its trainer."""
+def loss_of(kind: str) -> LossConfig:
+    """Its KL divergence, `fused` or `eager`. torch 2.11 cannot compile the fused one's kernels within a graph: that ends before them."""
+    whole = resolve_loss_config("kl_div", kind)
+    return whole if kind == "eager" else {name: (torch.compiler.disable(loss), weight) for name, (loss, weight) in whole.items()}
+
+
+def train_step(
+    model: Eagle3DraftModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], drafting: tuple[int, LossConfig]
+) -> None:
+    """One optimizer step of its trainer, of as many draft steps with the loss that `drafting` says."""
+    steps, judge = drafting
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
-        _, loss, _ = model(**tensors, ttt_steps=steps, ttt_step_loss_decay=1.0, loss_config=LOSS)
+        _, loss, _ = model(**tensors, ttt_steps=steps, ttt_step_loss_decay=1.0, loss_config=judge)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

@@ -26,11 +26,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also for `python benchmarks/train.py`
 from benchmarks.train_cpu import on_cpu
 from benchmarks.train_rows import LENGTHS, SHAPES, Shape, conversations, made_up_rows, one_long
-from scripts.lib.training.batches import TrainingRow, pack, split
+from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.flops import model_flops, shared_flops, work_of
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import Capacity
+from scripts.lib.training.packing import pack, split
 from scripts.lib.training.stepping import Recipe, Stepper
 from scripts.lib.training.trainer import new_stepper
 

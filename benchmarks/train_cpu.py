@@ -15,10 +15,11 @@ import torch
 
 from benchmarks.train_reference import PlainStep
 from benchmarks.train_rows import Shape
-from scripts.lib.training.batches import TrainingRow, pack
+from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.flops import Work, model_flops, shared_flops, work_of
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.objectives import soft_cross_entropy_
+from scripts.lib.training.packing import pack
 from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.stepping import Recipe
 

@@ -1,13 +1,14 @@
 """Walks, loops, packing and schedules: small values by hand."""
 
 import random
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 import torch
 
-from scripts.lib.training.batches import TrainingRow, epoch_order, order_by_shard, pack, shard_order, split
+from scripts.lib.training.batches import TrainingRow, epoch_order, order_by_shard, shard_order
 from scripts.lib.training.evaluation import Tally, accepted_drafts, spans_in_loops
+from scripts.lib.training.packing import pack, split
 from scripts.lib.training.repetition import ends_in_loop
 from scripts.lib.training.rows import RowSet
 from scripts.lib.training.schedule import learning_rate, plan
@@ -89,12 +90,36 @@ def test_packs_hold_every_row_once_and_are_about_equal():
     packs = pack(lengths, order, 14)
     assert [index for indices in packs for index in indices] == order
     assert len(packs) == 4
-    assert max(sum(lengths[index] for index in indices) for indices in packs) <= 14 + 11
+    assert [sum(lengths[index] for index in indices) for indices in packs] == [14, 15, 9, 18]
+
+
+def largest_of_any_cut(lengths, runs):
+    """The least that the largest of so many runs of `lengths` holds, of all ways to cut them."""
+    places = combinations(range(1, len(lengths)), runs - 1)
+    return min(max(sum(lengths[a:b]) for a, b in pairwise((0, *cuts, len(lengths)))) for cuts in places)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_cut_has_a_smaller_largest_pack(seed):
+    """What a GPU computes, and keeps, is as much as the largest pack holds, for each of them."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([1, 5, draw.randint(1, 60)]) for _ in range(draw.randint(1, 12))]
+    order, tokens = draw.sample(range(len(lengths)), len(lengths)), draw.randint(1, 90)
+    packs = pack(lengths, order, tokens)
+    assert [index for indices in packs for index in indices] == order and all(packs)
+    assert len(packs) == min(max(round(sum(lengths) / tokens), 1), len(lengths))
+    assert max(sum(lengths[index] for index in indices) for indices in packs) == largest_of_any_cut([lengths[i] for i in order], len(packs))
+
+
+def test_the_last_pack_is_about_as_large_as_the_others():
+    lengths = [random.Random(number).randint(20, 1000) for number in range(2000)]
+    sizes = [sum(lengths[index] for index in indices) for indices in pack(lengths, range(2000), 8192)]
+    assert max(sizes) < 8192 * 1.06 and min(sizes) > 8192 * 0.9
 
 
 def test_a_row_longer_than_a_batch_stays_whole():
-    packs = pack([2, 100, 2], [0, 1, 2], 10)
-    assert [index for indices in packs for index in indices] == [0, 1, 2]
+    assert pack([2, 100, 2], [0, 1, 2], 10) == [[0], [1], [2]]
+    assert pack([], [], 10) == [] and pack([3], [0], 10) == [[0]]
 
 
 def test_a_step_is_split_into_equal_batches_without_losing_a_row():

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from scripts.lib.ground.stage import Job
-from scripts.lib.training.batches import split
+from scripts.lib.training.packing import split
 from scripts.lib.training.ranks import together
 
 SECONDS = 60

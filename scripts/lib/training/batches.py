@@ -102,37 +102,3 @@ def order_by_shard(shards: Sequence[int], seed: int, epoch: int) -> list[int]:
     for shard, own in rows.items():
         random.Random(f"{seed}/{epoch}/{shard}").shuffle(own)
     return [row for shard in shard_order(shards, seed, epoch) for row in rows[shard]]
-
-
-def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Cut `order` into runs of whole rows of about `batch_tokens`, all of them about equal; a longer row stands alone.
-
-    Equal runs keep the last step of an epoch from resting on a few tokens.
-    """
-    total = sum(lengths[index] for index in order)
-    count = max(round(total / batch_tokens), 1)
-    packs: list[list[int]] = [[] for _ in range(count)]
-    before = 0
-    for index in order:
-        middle = before + lengths[index] / 2
-        packs[int(middle * count / total)].append(index)
-        before += lengths[index]
-    return [indices for indices in packs if indices]
-
-
-def split(lengths: Sequence[int], indices: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
-    """Cut the rows `indices` into as few sets of about `limit` as can be, as equal as whole rows allow; a set keeps their order.
-
-    Their number is a `multiple`; with fewer rows than that some are empty.
-
-    The longest row goes first, each to the set that holds least so far.
-    """
-    count = min(max(round(sum(lengths[index] for index in indices) / limit), 1), len(indices))
-    count = -(-count // multiple) * multiple
-    sets: list[list[int]] = [[] for _ in range(count)]
-    held = [0] * count
-    for place in sorted(range(len(indices)), key=lambda place: (-lengths[indices[place]], place)):
-        least = held.index(min(held))
-        sets[least].append(place)
-        held[least] += lengths[indices[place]]
-    return [[indices[place] for place in sorted(places)] for places in sets]

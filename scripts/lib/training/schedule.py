@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from scripts.lib.training.batches import epoch_order, order_by_shard, pack, split
+from scripts.lib.training.batches import epoch_order, order_by_shard
+from scripts.lib.training.packing import pack, split
 from scripts.lib.training.rows import RowSet
 from scripts.lib.training.settings import TrainSettings
 

@@ -14,7 +14,7 @@ from scripts.lib.eagle3.model import Drafter
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.progress import Progress
 from scripts.lib.training import ranks
-from scripts.lib.training.batches import TrainingRow, pack
+from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.checkpoints import State, restore, save_state
 from scripts.lib.training.curves import eval_columns
 from scripts.lib.training.evaluation import evaluate, spans_in_loops
@@ -25,6 +25,7 @@ from scripts.lib.training.loss import Teacher
 from scripts.lib.training.memory import Load, Sizes, check_room, estimate
 from scripts.lib.training.optimizers import MUON
 from scripts.lib.training.packed import Capacity
+from scripts.lib.training.packing import pack
 from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.schedule import PlannedStep, plan
 from scripts.lib.training.settings import TrainSettings

@@ -1,0 +1,83 @@
+"""Which rows go together: the runs of an optimizer step, and the batches of a step that is computed in parts.
+
+Every batch takes the time and the memory of the largest one, where all have its size: what counts is how small that is.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+
+from scripts.lib.training.batches import offsets
+
+
+def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Cut `order` into runs of whole rows of about `batch_tokens`: the largest as small as can be, then all of them about equal.
+
+    Equal runs keep the last step of an epoch from resting on a few tokens.
+    """
+    ends = offsets([lengths[index] for index in order])
+    count = min(max(round(ends[-1] / batch_tokens), 1), len(order))
+    cuts = [0]
+    if count:
+        largest = smallest_room(ends, count)
+        needed = runs_needed(ends, largest)
+        for behind in range(count - 1, 0, -1):
+            start = cuts[-1]
+            earliest = max(bisect_left(needed, -behind, lo=start + 1, key=lambda runs: -runs), start + 1)
+            latest = min(furthest(ends, start, largest), len(order) - behind)
+            equal = nearest(ends, ends[start] + (ends[-1] - ends[start]) / (behind + 1))
+            cuts.append(min(max(equal, earliest), latest))
+        cuts.append(len(order))
+    return [list(order[first:last]) for first, last in pairwise(cuts)]
+
+
+def smallest_room(ends: Sequence[int], count: int) -> int:
+    """The least that the largest of at most `count` runs can hold of rows that end at `ends`, the first of which is 0."""
+    longest = max(end - start for start, end in pairwise(ends))
+    sizes = range(max(longest, -(-ends[-1] // count)), ends[-1] + 1)
+    return sizes[bisect_left(sizes, True, key=lambda size: full_runs(ends, size) <= count)]
+
+
+def full_runs(ends: Sequence[int], size: int) -> int:
+    """How many runs of at most `size` there are when each takes what it can."""
+    place = runs = 0
+    while place < len(ends) - 1:
+        place, runs = furthest(ends, place, size), runs + 1
+    return runs
+
+
+def runs_needed(ends: Sequence[int], size: int) -> list[int]:
+    """For each row how many runs of at most `size` hold it and all behind it; none behind the last."""
+    needed = [0] * len(ends)
+    for place in range(len(ends) - 2, -1, -1):
+        needed[place] = 1 + needed[furthest(ends, place, size)]
+    return needed
+
+
+def furthest(ends: Sequence[int], start: int, size: int) -> int:
+    """Where a run from row `start` ends that takes what it can of `size`."""
+    return bisect_right(ends, ends[start] + size) - 1
+
+
+def nearest(ends: Sequence[int], goal: float) -> int:
+    """The row whose start is nearest to `goal`."""
+    after = bisect_left(ends, goal)
+    return after if after == 0 or ends[after] - goal < goal - ends[after - 1] else after - 1
+
+
+def split(lengths: Sequence[int], indices: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
+    """Cut the rows `indices` into as few sets of about `limit` as can be, as equal as whole rows allow; a set keeps their order.
+
+    Their number is a `multiple`; with fewer rows than that some are empty.
+
+    The longest row goes first, each to the set that holds least so far.
+    """
+    count = min(max(round(sum(lengths[index] for index in indices) / limit), 1), len(indices))
+    count = -(-count // multiple) * multiple
+    sets: list[list[int]] = [[] for _ in range(count)]
+    held = [0] * count
+    for place in sorted(range(len(indices)), key=lambda place: (-lengths[indices[place]], place)):
+        least = held.index(min(held))
+        sets[least].append(place)
+        held[least] += lengths[indices[place]]
+    return [[indices[place] for place in sorted(places)] for places in sets]

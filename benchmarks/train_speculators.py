@@ -101,15 +101,18 @@ def train_step(
 def packed(rows: Sequence[TrainingRow], length: int, device: str) -> list[Batch]:
     """Rows end to end in sequences of `length` tokens, each with the number of slots that our own rows would train.
 
-    A row that does not fit opens the next sequence; one that is longer than a whole sequence is left out.
+    As full as its own sampler makes them: the longest rows first, each to the first sequence with room for it. One that is longer than a
+    whole sequence is left out.
     """
-    groups: list[list[TrainingRow]] = [[]]
-    for row in rows:
-        if sum(len(other.aux) for other in groups[-1]) + len(row.aux) > length:
-            groups.append([])
+    groups: list[list[TrainingRow]] = []
+    for row in sorted(rows, key=lambda row: -len(row.aux)):
         if len(row.aux) <= length:
-            groups[-1].append(row)
-    return [(joined(group, length, device), sum(len(row.slots) for row in group)) for group in groups if group]
+            room = (group for group in groups if sum(len(other.aux) for other in group) + len(row.aux) <= length)
+            found = next(room, None)
+            if found is None:
+                groups.append(found := [])
+            found.append(row)
+    return [(joined(group, length, device), sum(len(row.slots) for row in group)) for group in groups]
 
 
 def joined(rows: Sequence[TrainingRow], length: int, device: str) -> dict[str, Tensor]:

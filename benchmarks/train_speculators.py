@@ -8,6 +8,7 @@ before the clock starts.
 
 import gc
 import os
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -101,8 +102,8 @@ def train_step(
 def packed(rows: Sequence[TrainingRow], length: int, device: str) -> list[Batch]:
     """Rows end to end in sequences of `length` tokens, each with the number of slots that our own rows would train.
 
-    As full as its own sampler makes them: the longest rows first, each to the first sequence with room for it. One that is longer than a
-    whole sequence is left out.
+    As full as its own sampler makes them: the longest rows first, each to the first sequence with room for it; then shuffled. A row that is
+    longer than a whole sequence is left out.
     """
     groups: list[list[TrainingRow]] = []
     for row in sorted(rows, key=lambda row: -len(row.aux)):
@@ -112,6 +113,7 @@ def packed(rows: Sequence[TrainingRow], length: int, device: str) -> list[Batch]
             if found is None:
                 groups.append(found := [])
             found.append(row)
+    random.Random(0).shuffle(groups)
     return [(joined(group, length, device), sum(len(row.slots) for row in group)) for group in groups]
 
 

@@ -31,7 +31,7 @@ from scripts.lib.training.flops import model_flops, shared_flops, work_of
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import Capacity
-from scripts.lib.training.packing import pack, split
+from scripts.lib.training.packing import size_of, split, spread
 from scripts.lib.training.stepping import Recipe, Stepper
 from scripts.lib.training.trainer import new_stepper
 
@@ -163,10 +163,10 @@ def logged(text: str, *values: Any) -> Iterator[None]:
 
 def planned(rows: Sequence[TrainingRow], arguments: argparse.Namespace) -> list[list[list[TrainingRow]]]:
     """Rows of each batch of each optimizer step, cut as the trainer cuts them, repeated as needed."""
-    lengths = [len(row.slots) for row in rows]
+    sizes = [size_of(row) for row in rows]
     groups = [
-        [[rows[index] for index in batch] for batch in split(lengths, indices, arguments.slots)]
-        for indices in pack(lengths, range(len(rows)), arguments.slots * arguments.accumulate)
+        [[rows[index] for index in batch] for batch in split(sizes, indices, arguments.slots)]
+        for indices in spread(sizes, range(len(rows)), arguments.slots * arguments.accumulate)
     ]
     return [groups[number % len(groups)] for number in range(arguments.steps + arguments.warmup)]
 

@@ -19,7 +19,7 @@ from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.flops import Work, model_flops, shared_flops, work_of
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.objectives import soft_cross_entropy_
-from scripts.lib.training.packing import pack
+from scripts.lib.training.packing import size_of, spread
 from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.stepping import Recipe
 
@@ -54,7 +54,8 @@ class Spent:
 
 def on_cpu(shape: Shape, rows: Sequence[TrainingRow], arguments: argparse.Namespace) -> dict[str, Any]:
     """Figures of the trainer, and of the plain path if that is asked for; the losses of both must be the same."""
-    groups = [[rows[index] for index in indices] for indices in pack([len(row.slots) for row in rows], range(len(rows)), arguments.slots)]
+    sets = spread([size_of(row) for row in rows], range(len(rows)), arguments.slots)
+    groups = [[rows[index] for index in indices] for indices in sets]
     draft_steps = (arguments.ttt,) if arguments.ttt else (1, shape.steps)
     recipe = Recipe(product_dtype(), "cpu", DECAY, CLIP, soft_cross_entropy_, optimizer=shape.optimizer)
     torch.manual_seed(1)

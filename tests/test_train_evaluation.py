@@ -8,7 +8,7 @@ import torch
 
 from scripts.lib.training.batches import TrainingRow, epoch_order, order_by_shard, shard_order
 from scripts.lib.training.evaluation import Tally, accepted_drafts, spans_in_loops
-from scripts.lib.training.packing import pack, split
+from scripts.lib.training.packing import NEIGHBOURS, pack, split, spread
 from scripts.lib.training.repetition import ends_in_loop
 from scripts.lib.training.rows import RowSet
 from scripts.lib.training.schedule import learning_rate, plan
@@ -123,13 +123,35 @@ def test_a_row_longer_than_a_batch_stays_whole():
 
 
 def test_a_step_is_split_into_equal_batches_without_losing_a_row():
-    lengths = [5, 9, 3, 7, 6, 4, 8, 2, 11, 1, 900]
-    batches = split(lengths, range(10), 20)
+    sizes = [(length, length) for length in (5, 9, 3, 7, 6, 4, 8, 2, 11, 1, 900)]
+    batches = split(sizes, range(10), 20)
     assert sorted(index for batch in batches for index in batch) == list(range(10))
-    assert [sum(lengths[index] for index in batch) for batch in batches] == [19, 19, 18]
+    assert [sum(sizes[index][0] for index in batch) for batch in batches] == [19, 19, 18]
     assert batches == [sorted(batch) for batch in batches]
-    assert split(lengths, [3, 10, 1], 1000) == [[3, 10, 1]]
-    assert split(lengths, [10], 20) == [[10]]
+    assert split(sizes, [3, 10, 1], 1000) == [[3, 10, 1]]
+    assert split(sizes, [10], 20) == [[10]]
+
+
+def test_sets_are_equal_in_positions_too():
+    """Rows with long prompts and short answers once met in one batch, whose positions set the size of all others."""
+    sizes = [(10, 100)] * 4 + [(10, 10)] * 4
+    assert [sum(sizes[index][1] for index in indices) for indices in split(sizes, range(8), 20)] == [110] * 4
+
+
+def test_rows_change_places_with_near_ones_only():
+    draw = random.Random(7)
+    sizes = [(slots := draw.randint(20, 1000), slots + draw.randint(0, 600)) for _ in range(3000)]
+    order = epoch_order(3000, 7, 0)
+    sets = spread(sizes, order, 8192)
+    assert sorted(index for indices in sets for index in indices) == list(range(3000))
+    place = {index: number for number, index in enumerate(order)}
+    moved = [abs(place[index] / 3000 - number / len(sets)) for number, indices in enumerate(sets) for index in indices]
+    assert max(moved) < 1.2 * NEIGHBOURS / len(sets)
+    for kind in (0, 1):
+        held = [sum(sizes[index][kind] for index in indices) for indices in sets]
+        assert sum(held) / len(held) > 0.95 * max(held)
+    assert [index for indices in spread(sizes, order, 8192, 1) for index in indices] == order
+    assert spread(sizes[:3], [2, 0, 1], 10**6) == [[2, 0, 1]] and spread([], [], 10) == []
 
 
 def test_order_is_a_function_of_seed_and_epoch():

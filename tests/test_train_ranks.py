@@ -50,8 +50,8 @@ def test_ranks_end_with_the_stage_even_when_it_is_killed(tmp_path):
 
 
 def test_every_rank_gets_a_batch_of_every_step_where_there_are_rows():
-    lengths = [5, 9, 3, 7, 6]
-    one, two, four = (split(lengths, range(5), 15, multiple) for multiple in (1, 2, 4))
+    sizes = [(5, 7), (9, 9), (3, 4), (7, 9), (6, 6)]
+    one, two, four = (split(sizes, range(5), 15, multiple) for multiple in (1, 2, 4))
     assert [len(batches) for batches in (one, two, four)] == [2, 2, 4]
     assert all(sorted(index for batch in batches for index in batch) == list(range(5)) for batches in (one, two, four))
-    assert split(lengths, [2], 15, 2) == [[2], []]
+    assert split(sizes, [2], 15, 2) == [[2], []]

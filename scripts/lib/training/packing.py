@@ -7,7 +7,24 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from scripts.lib.training.batches import offsets
+from scripts.lib.training.batches import TrainingRow, offsets
+
+NEIGHBOURS = 16  # sets whose rows may change places
+Size = tuple[int, int]  # slots and positions of a row
+
+
+def size_of(row: TrainingRow) -> Size:
+    """The size of `row`."""
+    return len(row.slots), len(row.aux)
+
+
+def spread(sizes: Sequence[Size], order: Sequence[int], batch_tokens: int, neighbours: int = NEIGHBOURS) -> list[list[int]]:
+    """Cut `order` into sets of whole rows of about `batch_tokens` slots, as equal in slots and in positions as can be.
+
+    Rows change places within a run of so many `neighbours`; one keeps the order.
+    """
+    runs = pack([slots for slots, _ in sizes], order, neighbours * batch_tokens)
+    return [indices for run in runs for indices in (split(sizes, run, batch_tokens) if neighbours > 1 else [run])]
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
@@ -65,19 +82,21 @@ def nearest(ends: Sequence[int], goal: float) -> int:
     return after if after == 0 or ends[after] - goal < goal - ends[after - 1] else after - 1
 
 
-def split(lengths: Sequence[int], indices: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
-    """Cut the rows `indices` into as few sets of about `limit` as can be, as equal as whole rows allow; a set keeps their order.
+def split(sizes: Sequence[Size], indices: Sequence[int], limit: int, multiple: int = 1) -> list[list[int]]:
+    """Cut the rows `indices` into as few sets of about `limit` slots as can be, as equal as whole rows allow; a set keeps their order.
 
-    Their number is a `multiple`; with fewer rows than that some are empty.
-
-    The longest row goes first, each to the set that holds least so far.
+    Their number is a `multiple`; with fewer rows than that some are empty. Slots and positions are equal both: a set is as large as the
+    larger of its shares of them. The largest row goes first, each to the set that is smallest with it.
     """
-    count = min(max(round(sum(lengths[index] for index in indices) / limit), 1), len(indices))
+    slots, positions = (sum(sizes[index][kind] for index in indices) for kind in (0, 1))
+    count = min(max(round(slots / limit), 1), len(indices))
     count = -(-count // multiple) * multiple
+    shares = [(sizes[index][0] / slots, sizes[index][1] / positions) for index in indices]
     sets: list[list[int]] = [[] for _ in range(count)]
-    held = [0] * count
-    for place in sorted(range(len(indices)), key=lambda place: (-lengths[indices[place]], place)):
-        least = held.index(min(held))
+    held = [(0.0, 0.0)] * count
+    for place in sorted(range(len(indices)), key=lambda place: (-max(shares[place]), place)):
+        mine, yours = shares[place]
+        least = min(range(count), key=lambda number: max(held[number][0] + mine, held[number][1] + yours))
         sets[least].append(place)
-        held[least] += lengths[indices[place]]
+        held[least] = (held[least][0] + mine, held[least][1] + yours)
     return [[indices[place] for place in sorted(places)] for places in sets]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from scripts.lib.training.batches import epoch_order, order_by_shard
-from scripts.lib.training.packing import pack, split
+from scripts.lib.training.packing import NEIGHBOURS, size_of, split, spread
 from scripts.lib.training.rows import RowSet
 from scripts.lib.training.settings import TrainSettings
 
@@ -31,11 +31,11 @@ def plan(found: RowSet, settings: TrainSettings, ranks: int = 1) -> list[Planned
 
     The first half of them drafts one step only, which costs a third: later steps build on the first one, and learn from a good one.
     """
-    lengths = [len(row.slots) for row in found.rows]
+    sizes, neighbours = [size_of(row) for row in found.rows], 1 if settings.order == "shards" else NEIGHBOURS
     packs = [
-        (epoch, tuple(tuple(batch) for batch in split(lengths, indices, settings.micro_tokens, ranks)))
+        (epoch, tuple(tuple(batch) for batch in split(sizes, indices, settings.micro_tokens, ranks)))
         for epoch in range(settings.epochs)
-        for indices in pack(lengths, row_order(found, settings, epoch), settings.batch_tokens)
+        for indices in spread(sizes, row_order(found, settings, epoch), settings.batch_tokens, neighbours)
     ]
     single = len(packs) // 2
     return [

@@ -25,7 +25,7 @@ from scripts.lib.training.loss import Teacher
 from scripts.lib.training.memory import Load, Sizes, check_room, estimate
 from scripts.lib.training.optimizers import MUON
 from scripts.lib.training.packed import Capacity
-from scripts.lib.training.packing import pack
+from scripts.lib.training.packing import size_of, spread
 from scripts.lib.training.row_step import RowStep
 from scripts.lib.training.schedule import PlannedStep, plan
 from scripts.lib.training.settings import TrainSettings
@@ -70,7 +70,7 @@ class Trainer:
         self.settings, (self.feed, self.heldout) = settings, rows
         self.steps = plan(self.feed.found, settings, ranks.count())
         limit = min(settings.micro_tokens, settings.batch_tokens)
-        held = pack([len(row.slots) for row in self.heldout], range(len(self.heldout)), limit)
+        held = spread([size_of(row) for row in self.heldout], range(len(self.heldout)), limit)
         self.held = ranks.mine(held)
         self.loops = [spans_in_loops(row) for row in self.heldout]
         planned = [self.rows_of(batch) for step in self.steps for batch in step.batches if batch]

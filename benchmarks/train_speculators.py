@@ -1,7 +1,7 @@
 """speculators' own EAGLE-3 model, loss and optimizer on our rows, set as its trainer sets them.
 
 Its package (speculators 0.9.0, Apache-2.0, with hs-connectors, openai and loguru) must be importable. What its trainer does in a step is
-done here with its own parts: rows packed into one sequence of fixed length, autocast to bf16, fused KL divergence, clipping at 1, AdamW.
+done here with its own parts: rows packed into one sequence of fixed length, autocast to bf16, KL divergence, clipping at 1, AdamW.
 It keeps the draft head as it was in the target, so that it has less to compute than trainers that train it. Batches lie on the device
 before the clock starts.
 """

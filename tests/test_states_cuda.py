@@ -73,8 +73,15 @@ def states(folder: Path) -> Any:
             yield name, decoded(shard.aux[start:end]).float()
 
 
-def test_batches_that_are_copied_while_others_run_are_those_that_are_waited_for(target: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_batches_that_are_copied_while_others_run_are_those_that_are_waited_for(
+    target: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Also where the GPU has not begun with a batch when the next two are queued."""
     engine = TransformersEngine(load_target(target.parent, torch.bfloat16, "cuda"), frozenset())
+    if late:
+        plain = engine.states
+        monkeypatch.setattr(engine, "states", lambda *asked: torch.cuda._sleep(10**8) or plain(*asked))
     rows = [TokenRow(f"{number}", tuple(3 + (number * 31 + place) % 250 for place in range(400)), ((10, 400),)) for number in range(64)]
     made = capture(engine, rows, BOUNDARIES, Batching(1600, leads=False)).wait()
     for row, state in zip(rows, made, strict=True):

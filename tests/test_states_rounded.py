@@ -14,7 +14,7 @@ from scripts.lib.engines.protocol import RowStates
 from scripts.lib.engines.transformers_engine import TransformersEngine, load_target
 from scripts.lib.ground.stage import Job
 from scripts.lib.states import hidden as stage
-from scripts.lib.states import landing, writer
+from scripts.lib.states import landing, rounded, writer
 from scripts.lib.states.capture import Batching, Captured, capture
 from scripts.lib.states.checks import check_sample, largest, sampled
 from scripts.lib.states.hidden import hidden
@@ -115,8 +115,10 @@ def test_nobody_reads_rounded_states_that_are_still_under_way(dumping: Dumping, 
     assert dumping.files("late", some_token_rows(20), CPU, 2) == wanted
 
 
-def test_rounding_a_batch_is_rounding_its_states() -> None:
-    """With states of nought and of very different size among them."""
+@pytest.mark.parametrize("at_once", [1, 500, 2**26])
+def test_rounding_a_batch_is_rounding_its_states(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """Whatever is rounded together, with states of nought and of very different size among them."""
+    monkeypatch.setattr(rounded, "AT_ONCE", at_once)
     aux, final = (
         torch.randn(size).bfloat16() * torch.logspace(-4, 4, size[0]).bfloat16().view(-1, *[1] * (len(size) - 1)) for size in SIZES
     )

@@ -92,6 +92,7 @@ def test_a_host_that_is_faster_than_the_gpu_does_not_fill_its_memory(rows):  # n
     """Batches were once sent as fast as they were made: a large drafter took a fifth more memory than was said."""
     capacity = Capacity(2**17, 2**15)
     busy, size = torch.randn(8192, 8192, device="cuda"), capacity.positions * rows[0].aux.shape[2] * 3 * 2
+    busy @ busy  # takes memory for more such products
     torch.cuda.reset_peak_memory_stats()
     before, seen = torch.cuda.memory_allocated(), 0
     for batch in packed_batches([rows[:2]] * 12, capacity, torch.bfloat16, "cuda"):
@@ -99,8 +100,8 @@ def test_a_host_that_is_faster_than_the_gpu_does_not_fill_its_memory(rows):  # n
             busy @ busy
         seen += len(batch.ids)
     torch.cuda.synchronize()
-    most = torch.cuda.max_memory_allocated() - before - 2 * busy.nbytes
-    assert seen == 24 and most < (QUEUED + 2) * 1.5 * size
+    most = torch.cuda.max_memory_allocated() - before - busy.nbytes
+    assert seen == 24 and size < most < (QUEUED + 2) * 1.5 * size
 
 
 def test_the_triton_epilogue_is_the_plain_one():

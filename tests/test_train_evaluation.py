@@ -107,7 +107,7 @@ def test_no_cut_has_a_smaller_largest_pack(seed):
     order, tokens = draw.sample(range(len(lengths)), len(lengths)), draw.randint(1, 90)
     packs = pack(lengths, order, tokens)
     assert [index for indices in packs for index in indices] == order and all(packs)
-    assert len(packs) == min(max(round(sum(lengths) / tokens), 1), len(lengths))
+    assert len(packs) == min(max(round(sum(min(length, tokens) for length in lengths) / tokens), 1), len(lengths))
     assert max(sum(lengths[index] for index in indices) for indices in packs) == largest_of_any_cut([lengths[i] for i in order], len(packs))
 
 
@@ -117,9 +117,17 @@ def test_the_last_pack_is_about_as_large_as_the_others():
     assert max(sizes) < 8192 * 1.06 and min(sizes) > 8192 * 0.9
 
 
-def test_a_row_longer_than_a_batch_stays_whole():
-    assert pack([2, 100, 2], [0, 1, 2], 10) == [[0], [1], [2]]
+def test_a_row_longer_than_a_batch_stays_whole_and_counts_as_one():
+    """Long rows once stood for as many steps as they would have filled, which short ones were cut into slivers for."""
+    assert pack([2, 100, 2, 10, 9], [0, 1, 2, 3, 4], 10) == [[0], [1], [2, 3, 4]]
+    assert [len(indices) for indices in pack([1000] + [1] * 100, range(101), 10)] == [1] + [10] * 10
     assert pack([], [], 10) == [] and pack([3], [0], 10) == [[0]]
+    draw = random.Random(7)
+    sizes = [(slots := draw.randint(8000, 32000) if draw.random() < 0.1 else draw.randint(50, 1500), slots + 100) for _ in range(3000)]
+    for neighbours in (1, NEIGHBOURS):
+        held = [sum(sizes[index][0] for index in indices) for indices in spread(sizes, range(3000), 8192, neighbours)]
+        assert len(held) == pytest.approx(sum(min(slots, 8192) for slots, _ in sizes) / 8192, rel=0.02)
+        assert sum(tokens < 2048 for tokens in held) < 0.02 * len(held)
 
 
 def test_a_step_is_split_into_equal_batches_without_losing_a_row():

@@ -22,7 +22,7 @@ from scripts.lib.engines.protocol import Completion, Request, RowStates, StateRe
 from scripts.lib.engines.sampling import Sampler
 from scripts.lib.ground.errors import StageError
 
-LOGIT_ROWS = {"cpu": 512, "cuda": 4096}  # of one lm_head product: bounds the logits to so many × V; a GPU wants larger ones
+LOGIT_ROWS = {"cpu": 512, "cuda": 2048}  # of one lm_head product: bounds the logits to so many × V; a GPU wants larger ones
 LANES = 2  # batches that a GPU works on at a time
 SHARED_TOKENS = 8  # a shorter common beginning is not worth a forward pass of its own
 
@@ -83,8 +83,12 @@ class TransformersEngine:
         return LOGIT_ROWS.get(self.device.type, LOGIT_ROWS["cpu"])
 
     def lane(self) -> contextlib.AbstractContextManager[None]:
-        """On a GPU batches take turns on streams: while one waits for memory or ends a layer the other computes. Results are the same."""
-        return torch.cuda.stream(next(self._lanes))
+        """On a GPU batches take turns on streams: while one waits for memory or ends a layer the other computes. Results are the same.
+
+        What is asked for `beside` batches stays there.
+        """
+        aside = self._aside is not None and torch.cuda.current_stream(self.device) == self._aside
+        return contextlib.nullcontext() if aside else torch.cuda.stream(next(self._lanes))
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a GPU computes what is asked for before the batches that are queued, unless passes must not meet."""

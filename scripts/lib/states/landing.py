@@ -3,6 +3,7 @@
 Shapes: T tokens and F positions with a teacher of all rows of a batch, H hidden size.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,14 +49,13 @@ class Landed:
 
 
 class Landing:
-    """Copies batches on a stream of its own, rounded on the device `rounding` before if that is given.
+    """Copies batches on a stream for copies alone, rounded on the device `rounding` before if that is given.
 
     No more than one batch is on its way when the next comes: that bounds the device's memory.
     """
 
     def __init__(self, rounding: torch.device | None = None) -> None:
         self._rounding = rounding
-        self._stream: torch.cuda.Stream | None = None
         self._before: torch.cuda.Event | None = None
 
     def land(self, states: Sequence[RowStates], whole: int | None = None) -> Landed:
@@ -91,13 +91,19 @@ class Landing:
 
     def _beside(self, tensors: Sequence[Tensor], device: torch.device) -> tuple[tuple[Tensor, ...], torch.cuda.Event | None]:
         """Copy once the work that is queued so far is done, beside that which comes."""
-        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream = copying(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             copies, arrived = fetching(tensors)
         for tensor in tensors:
             tensor.record_stream(stream)  # its memory is not given away before the copy
         return copies, arrived
+
+
+@functools.cache
+def copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies from `device`. One for all: torch has 32 streams, and gives them out again, also those that batches run on."""
+    return torch.cuda.Stream(device)
 
 
 def end_to_end(states: Sequence[RowStates]) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from scripts.lib.states.checks import largest
 from scripts.lib.states.encoded import Factored
-from scripts.lib.states.rounding import on_grid, quantised
+from scripts.lib.states.rounding import blocks, on_grid, quantised
 from scripts.lib.states.storing import Storing
 
 ROUNDED = Storing("fp8")
+AT_ONCE = 2**26  # numbers: bounds what rounding takes of a GPU's memory, in float32 and twice
+ROUNDS_ONCE = (9, 0)  # compute capability from which Triton makes an e4m3 of a float32; before, it makes a float16 first, or nothing at all
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,17 @@ def rounding_device(engine: str, storing: Storing, device: str) -> torch.device 
 
 def rounded_aux(aux: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The bits u8 [T, 3, H] of e4m3 numbers, which few operations take, scales f32 [T, 3] and peaks [T, 3] of `aux` bf16 [T, 3, H]."""
-    if aux.is_cuda:
+    if aux.is_cuda and torch.cuda.get_device_capability(aux.device) >= ROUNDS_ONCE:
         from scripts.lib.states.triton_rounding import e4m3_states  # Triton is there with CUDA only
 
         return e4m3_states(aux)
-    values, scales = quantised(aux)
-    return values.view(torch.uint8), scales, largest(aux)
+    bits = torch.empty(aux.shape, dtype=torch.uint8, device=aux.device)
+    scales = torch.empty(aux.shape[:2], dtype=torch.float32, device=aux.device)
+    for some, *places in blocks(aux, bits, scales, numbers=AT_ONCE):
+        values, factors = quantised(some)
+        for place, made in zip(places, (values.view(torch.uint8), factors), strict=True):
+            place.copy_(made)
+    return bits, scales, largest(aux)
 
 
 def rounded_final(final: Tensor) -> tuple[Tensor, Tensor]:

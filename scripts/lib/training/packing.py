@@ -23,17 +23,17 @@ def spread(sizes: Sequence[Size], order: Sequence[int], batch_tokens: int, neigh
 
     Rows change places within a run of so many `neighbours`; one keeps the order.
     """
-    runs = pack([slots for slots, _ in sizes], order, neighbours * batch_tokens)
+    runs = pack([slots for slots, _ in sizes], order, batch_tokens, neighbours)
     return [indices for run in runs for indices in (split(sizes, run, batch_tokens) if neighbours > 1 else [run])]
 
 
-def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Cut `order` into runs of whole rows of about `batch_tokens`: the largest as small as can be, then all of them about equal.
+def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int, batches: int = 1) -> list[list[int]]:
+    """Cut `order` into runs of whole rows of about so many `batches` of `batch_tokens`: the largest as small as can be, all about equal.
 
-    Equal runs keep the last step of an epoch from resting on a few tokens.
+    A row that is longer than a batch is one, however long. Equal runs keep the last step of an epoch from resting on a few tokens.
     """
-    ends = offsets([lengths[index] for index in order])
-    count = min(max(round(ends[-1] / batch_tokens), 1), len(order))
+    ends, counted = (offsets([min(lengths[index], most) for index in order]) for most in (sum(lengths), batch_tokens))
+    count = min(max(round(counted[-1] / (batches * batch_tokens)), 1), len(order))
     cuts = [0]
     if count:
         largest = smallest_room(ends, count)
@@ -42,7 +42,7 @@ def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> lis
             start = cuts[-1]
             earliest = max(bisect_left(needed, -behind, lo=start + 1, key=lambda runs: -runs), start + 1)
             latest = min(furthest(ends, start, largest), len(order) - behind)
-            equal = nearest(ends, ends[start] + (ends[-1] - ends[start]) / (behind + 1))
+            equal = nearest(counted, counted[start] + (counted[-1] - counted[start]) / (behind + 1))
             cuts.append(min(max(equal, earliest), latest))
         cuts.append(len(order))
     return [list(order[first:last]) for first, last in pairwise(cuts)]
@@ -86,10 +86,11 @@ def split(sizes: Sequence[Size], indices: Sequence[int], limit: int, multiple: i
     """Cut the rows `indices` into as few sets of about `limit` slots as can be, as equal as whole rows allow; a set keeps their order.
 
     Their number is a `multiple`; with fewer rows than that some are empty. Slots and positions are equal both: a set is as large as the
-    larger of its shares of them. The largest row goes first, each to the set that is smallest with it.
+    larger of its shares of them. The largest row goes first, each to the set that is smallest with it. A row longer than `limit` is a set.
+    Sets come in the order of their first rows.
     """
     slots, positions = (sum(sizes[index][kind] for index in indices) for kind in (0, 1))
-    count = min(max(round(slots / limit), 1), len(indices))
+    count = min(max(round(sum(min(sizes[index][0], limit) for index in indices) / limit), 1), len(indices))
     count = -(-count // multiple) * multiple
     shares = [(sizes[index][0] / slots, sizes[index][1] / positions) for index in indices]
     sets: list[list[int]] = [[] for _ in range(count)]
@@ -99,4 +100,4 @@ def split(sizes: Sequence[Size], indices: Sequence[int], limit: int, multiple: i
         least = min(range(count), key=lambda number: max(held[number][0] + mine, held[number][1] + yours))
         sets[least].append(place)
         held[least] = (held[least][0] + mine, held[least][1] + yours)
-    return [[indices[place] for place in sorted(places)] for places in sets]
+    return [[indices[place] for place in sorted(places)] for places in sorted(sets, key=lambda places: min(places, default=len(indices)))]

@@ -35,13 +35,13 @@ rule all:
     localrule: True
 
 
+onstart:
+    record_nothing_of_failed_jobs()
+
+
 onsuccess:
     logger.info(f"table: results/{RUN}/report/benchmark.md")
 
 
 onerror:
-    # Snakemake has put back what failed jobs were to replace, and written down that they made it with their new settings: the next run
-    # would take it for up to date. So it counts as unfinished, like that of a killed run.
-    for job in workflow.dag.needrun_jobs():
-        workflow.persistence.started(job)
     logger.error(f"logs: results/{RUN}/logs/ (the last line of the failed stage's log says what to do)")

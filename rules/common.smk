@@ -4,6 +4,7 @@ import json
 from functools import cache
 
 from snakemake.exceptions import WorkflowError
+from snakemake.jobs import Job
 
 from scripts.lib.ground.config import check_config, without_nulls
 from scripts.lib.ground.files import canonical, sha256_file
@@ -239,3 +240,26 @@ def train_machine(wildcards, threads):
     """Where a drafter is trained, by which processes, and how states are dumped where they come and go."""
     dumping = {"hidden": states_machine(THREADS["hidden"])} if ROLLING else {}
     return json.dumps(on_machine(threads, "ranks", "shard", "recompute") | dumping)
+
+
+def record_nothing_of_failed_jobs():
+    """From now on keep the mark that a job began when it fails: it counts as unfinished, as that of a killed run does.
+
+    Snakemake puts back what a failed job was to replace, and would write down that the job made it with its new settings: the next run
+    would take it for up to date.
+    """
+    failing, after, record = set(), Job.postprocess, workflow.persistence.finished
+
+    async def postprocess(job, *arguments, error=False, **options):
+        if error:
+            failing.add(job)
+        try:
+            await after(job, *arguments, error=error, **options)
+        finally:
+            failing.discard(job)
+
+    async def finished(job):
+        if job not in failing:
+            await record(job)
+
+    Job.postprocess, workflow.persistence.finished = postprocess, finished

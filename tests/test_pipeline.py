@@ -125,3 +125,23 @@ def test_what_a_failed_job_did_not_make_anew_stays_stale(workdir):
     shard.write_bytes(data)
     snakemake(workdir, "results/toy/drafters/eagle3/manifest.json")
     assert read_manifest(drafter / "manifest.json", "train").settings["drafter"]["learning_rate"] == 2e-4
+
+
+def test_a_failed_job_stays_stale_when_the_run_is_killed_before_it_ends(workdir):
+    """The others go on after a failure, for hours maybe. What the failed one was to replace once counted as made meanwhile."""
+    drafters = ("results/toy/drafters/eagle3/manifest.json", "results/toy/drafters/long/manifest.json")
+    edit_config(workdir, lambda c: c["drafters"].update(long=c["drafters"]["eagle3"] | {"epochs": 10000}))
+    edit_config(workdir, lambda c: c["drafters"]["eagle3"].update(learning_rate=1e30))
+    with (workdir / "said").open("w") as said:
+        words = command("--retries", "0", "--cores", "2", "--", *drafters)
+        run = subprocess.Popen(words, cwd=workdir, start_new_session=True, stdout=said, stderr=said)
+    limit = time.monotonic() + 120
+    while "Restored previous version of results/toy/drafters/eagle3" not in (workdir / "said").read_text():
+        assert time.monotonic() < limit and run.poll() is None, (workdir / "said").read_text()
+        time.sleep(0.1)
+    time.sleep(1)
+    assert run.poll() is None, "the other one goes on"
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert read_manifest(workdir / drafters[0], "train").settings["drafter"]["learning_rate"] < 1
+    assert "Nothing to be done" not in snakemake(workdir, "--dry-run", "--", drafters[0])

@@ -257,6 +257,8 @@ def record_nothing_of_failed_jobs():
             await after(job, *arguments, error=error, **options)
         finally:
             failing.discard(job)
+            if error:  # where a file could not be put back the mark is gone
+                workflow.persistence.started(job)
 
     async def finished(job):
         if job not in failing:

@@ -56,9 +56,14 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def readable(value: Any) -> str:
+    """`value` as readable JSON with sorted keys."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as readable JSON with sorted keys, whole or not at all."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    write_text(path, readable(value))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.ground.errors import StageError
-from scripts.lib.ground.files import sha256_file, write_json
+from scripts.lib.ground.files import readable, sha256_file, sha256_text, write_json
 
 SCHEMA_VERSION = 1
 NAME = "manifest.json"
@@ -65,6 +65,10 @@ class Manifest:
     shards: Sequence[Shard] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    def digest(self) -> str:
+        """The sha256 of the file that `write` makes."""
+        return sha256_text(readable(asdict(self)))
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json` into `folder`: the last file of the stage."""

@@ -95,7 +95,7 @@ def run(job: Job, build: Build) -> None:
             for leftover in ("progress.json", "partial"):
                 remove(folder / leftover)
             sizes = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
-            made = {"fingerprint": fingerprint, "files": sizes}
+            made = {"fingerprint": fingerprint, "files": sizes, "manifest": result.manifest.digest()}
             write_json(folder / COST, cost(result, time.monotonic() - start, resumed) | made)
             result.manifest.write(folder)
         publish(folder, job.output)
@@ -103,12 +103,17 @@ def run(job: Job, build: Build) -> None:
 
 
 def published(output: Path, fingerprint: str) -> bool:
-    """Whether `output` holds the whole result of the work that `fingerprint` names; its files are made as new as such work would be."""
+    """Whether `output` holds the whole result of the work that `fingerprint` names; its files are made as new as such work would be.
+
+    Snakemake may have put an older manifest over it: when a job fails after this one had published.
+    """
     if not (output / NAME).exists() or not (output / COST).exists():
         return False
     made = json.loads((output / COST).read_text())
     files = {output / name: size for name, size in made.get("files", {}).items()}
-    if made.get("fingerprint") != fingerprint or any(not path.is_file() or path.stat().st_size != size for path, size in files.items()):
+    if (made.get("fingerprint"), made.get("manifest")) != (fingerprint, sha256_file(output / NAME)):
+        return False
+    if any(not path.is_file() or path.stat().st_size != size for path, size in files.items()):
         return False
     for path in (*files, output / COST, output / NAME):
         path.touch()

@@ -86,8 +86,8 @@ def split(sizes: Sequence[Size], indices: Sequence[int], limit: int, multiple: i
     """Cut the rows `indices` into as few sets of about `limit` slots as can be, as equal as whole rows allow; a set keeps their order.
 
     Their number is a `multiple`; with fewer rows than that some are empty. Slots and positions are equal both: a set is as large as the
-    larger of its shares of them. The largest row goes first, each to the set that is smallest with it. A row longer than `limit` is a set.
-    Sets come in the order of their first rows.
+    larger of its shares of them. The largest row goes first, each to the set that is smallest with it. A row longer than `limit`
+    counts as one set, which may get less than half a `limit` more. Sets come in the order of their first rows.
     """
     slots, positions = (sum(sizes[index][kind] for index in indices) for kind in (0, 1))
     count = min(max(round(sum(min(sizes[index][0], limit) for index in indices) / limit), 1), len(indices))

@@ -69,11 +69,12 @@ def main() -> None:
 
         figures |= best_of_batches(lambda size: specforge(shape, rows, steps, size, arguments.peer_steps), arguments.peer_batch, figures)
     if arguments.vs == "speculators":
-        from benchmarks.train_speculators import speculators
+        from benchmarks.train_speculators import Trial, speculators
 
         lengths = [size * (arguments.longest or shape.longest) for size in arguments.peer_batch]
         for kind in arguments.peer_loss:
-            figures[kind] = best_of_batches(partial(speculators, shape, rows, (steps, arguments.peer_steps), kind), lengths, figures)
+            trial = Trial(arguments.device, steps, arguments.peer_steps, kind)
+            figures[kind] = best_of_batches(partial(speculators, shape, rows, trial), lengths, figures)
     print(json.dumps(figures))
 
 

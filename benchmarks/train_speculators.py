@@ -11,6 +11,8 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,23 +30,35 @@ WARMUP, CLIP, RATE = 6, 1.0, 1e-4
 Batch = tuple[dict[str, Tensor], int]
 
 
-def speculators(shape: Shape, rows: Sequence[TrainingRow], steps: tuple[int, int], kind: str, length: int) -> dict[str, Any]:
-    """Trained tokens a second and peak memory (10^9 bytes) of optimizer steps on sequences of `length` tokens.
+@dataclass(frozen=True)
+class Trial:
+    """Where it trains, how many steps it drafts, how many optimizer steps are timed, and its `kind` of loss, `fused` or `eager`."""
 
-    `steps` are those that are drafted, and those that are timed; `kind` is that of its loss.
-    """
-    drafted, timed = steps
-    device, loss = ("cuda" if torch.cuda.is_available() else "cpu"), loss_of(kind)
-    model = new_model(shape, drafted, device)
+    device: str
+    drafted: int
+    timed: int
+    kind: str
+
+    @cached_property
+    def loss(self) -> LossConfig:
+        """Its KL divergence. torch 2.11 cannot compile the fused one's kernels within a graph: that ends before them."""
+        whole = resolve_loss_config("kl_div", self.kind)
+        return whole if self.kind == "eager" else {name: (torch.compiler.disable(loss), weight) for name, (loss, weight) in whole.items()}
+
+
+def speculators(shape: Shape, rows: Sequence[TrainingRow], trial: Trial, length: int) -> dict[str, Any]:
+    """Trained tokens a second and peak memory (10^9 bytes) of optimizer steps on sequences of `length` tokens."""
+    device, timed = trial.device, trial.timed
+    model = new_model(shape, trial.drafted, device)
     optimizer = torch.optim.AdamW((weight for weight in model.parameters() if weight.requires_grad), lr=RATE)
     batches = packed(rows, length, device)
     runs = [batches[number % len(batches)] for number in range(WARMUP + timed)]
     for tensors, _ in runs[:WARMUP]:
-        train_step(model, optimizer, tensors, (drafted, loss))
+        train_step(model, optimizer, tensors, trial)
     synchronise(device)
     start = time.perf_counter()
     for tensors, _ in runs[WARMUP:]:
-        train_step(model, optimizer, tensors, (drafted, loss))
+        train_step(model, optimizer, tensors, trial)
     peak = synchronise(device)
     seconds = time.perf_counter() - start
     del model, optimizer, batches
@@ -80,19 +94,10 @@ def new_model(shape: Shape, steps: int, device: str) -> Eagle3DraftModel:
     return model.to(device).train()
 
 
-def loss_of(kind: str) -> LossConfig:
-    """Its KL divergence, `fused` or `eager`. torch 2.11 cannot compile the fused one's kernels within a graph: that ends before them."""
-    whole = resolve_loss_config("kl_div", kind)
-    return whole if kind == "eager" else {name: (torch.compiler.disable(loss), weight) for name, (loss, weight) in whole.items()}
-
-
-def train_step(
-    model: Eagle3DraftModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], drafting: tuple[int, LossConfig]
-) -> None:
-    """One optimizer step of its trainer, of as many draft steps with the loss that `drafting` says."""
-    steps, judge = drafting
-    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
-        _, loss, _ = model(**tensors, ttt_steps=steps, ttt_step_loss_decay=1.0, loss_config=judge)
+def train_step(model: Eagle3DraftModel, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], trial: Trial) -> None:
+    """One optimizer step of its trainer."""
+    with torch.autocast(trial.device, torch.bfloat16):
+        _, loss, _ = model(**tensors, ttt_steps=trial.drafted, ttt_step_loss_decay=1.0, loss_config=trial.loss)
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

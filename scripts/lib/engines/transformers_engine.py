@@ -64,8 +64,8 @@ class TransformersEngine:
         alone = changes(model)
         self._passing = threading.Lock() if alone else contextlib.nullcontext()
         apart = self.device.type == "cuda" and not alone
-        self._aside = stream(self.device, priority=-1) if apart else None
-        self._lanes = itertools.cycle([stream(self.device) for _ in range(LANES)] if apart else [None])
+        self._aside = new_stream(self.device, priority=-1) if apart else None
+        self._lanes = itertools.cycle([new_stream(self.device) for _ in range(LANES)] if apart else [None])
 
     @property
     def device(self) -> torch.device:
@@ -156,7 +156,7 @@ class TransformersEngine:
         return [(torch.cat(streams, dim=1) if prefix else streams[0]).to(rest.device) for streams in zip(*parts, strict=True)]
 
 
-def stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A stream of `device` behind all that was queued there so far, such as the weights' way to it."""
     made = torch.cuda.Stream(device, priority=priority)
     made.wait_stream(torch.cuda.current_stream(device))

@@ -40,7 +40,7 @@ def pack(lengths: Sequence[int], order: Sequence[int], batch_tokens: int, batche
         needed = runs_needed(ends, largest)
         for behind in range(count - 1, 0, -1):
             start = cuts[-1]
-            earliest = max(bisect_left(needed, -behind, lo=start + 1, key=lambda runs: -runs), start + 1)
+            earliest = bisect_left(needed, -behind, lo=start + 1, key=lambda runs: -runs)
             latest = min(furthest(ends, start, largest), len(order) - behind)
             equal = nearest(counted, counted[start] + (counted[-1] - counted[start]) / (behind + 1))
             cuts.append(min(max(equal, earliest), latest))

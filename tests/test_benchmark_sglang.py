@@ -35,7 +35,9 @@ def test_streamed_answers_are_whole_and_timed(sglang_server, load, prompts):
     assert [len(talk) for talk in talks] == [1, 1, 2]
     answers = [turn.answer for talk in talks for turn in talk]
     for answer in answers:
-        assert 1 + sum(tokens for _, tokens in answer.events) == len(answer.ids) <= 12
+        # A server that is held up before it first sends puts several tokens into its first piece.
+        later = sum(tokens for _, tokens in answer.events)
+        assert 0 <= later < len(answer.ids) == 12 and all(tokens > 0 for _, tokens in answer.events)
         assert 0 < answer.prefill_seconds <= answer.seconds < seconds
         assert answer.steps is None, "a server without speculation counts no steps"
     # A client that was held up reads all pieces of an answer at once, but not of every one.

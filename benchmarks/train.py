@@ -57,7 +57,7 @@ def main() -> None:
         spans = [one_long(arguments.long, arguments.long // 10)] * arguments.rows
     rows = made_up_rows(shape, spans)
     figures: dict[str, Any] = {"shape": arguments.shape, "device": arguments.device, "ttt": steps, "slots": arguments.slots}
-    figures["rows"] = len(rows)
+    figures |= {"fp8": arguments.fp8, "rows": len(rows)}
     figures["mean_row"] = round(sum(len(row.aux) for row in rows) / len(rows), 1)
     figures["trained_share"] = round(sum(len(row.slots) for row in rows) / sum(len(row.aux) for row in rows), 3)
     if arguments.device == "cpu" and arguments.vs in {"none", "reference"}:
@@ -107,6 +107,7 @@ def parsed() -> argparse.Namespace:
         help="rows of a batch, or longest rows of a sequence, that a peer is tried with; its best counts",
     )
     parser.add_argument("--peer-loss", nargs="+", choices=("fused", "eager"), default=["fused"], help="of speculators")
+    parser.add_argument("--fp8", action="store_true", help="our products of numbers in 8 bits (`precision: fp8`); on a GPU")
     parser.add_argument("--recompute", action="store_true", help="compute draft steps again in the backward pass")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     arguments = parser.parse_args()
@@ -121,7 +122,7 @@ def ours(shape: Shape, rows: Sequence[TrainingRow], steps: int, arguments: argpa
     capacity = Capacity.of(*(batch for group in groups for batch in group))
     drafter, head = shape.drafter(device), torch.randn(shape.draft_vocabulary, shape.hidden, device=device) * 0.02
     embedding = torch.randn(shape.vocabulary, shape.hidden, device=device) * 0.02
-    trained = replace(recipe(device), recompute=arguments.recompute, optimizer=shape.optimizer)
+    trained = replace(recipe(device), recompute=arguments.recompute, optimizer=shape.optimizer, fp8=arguments.fp8)
     step = new_stepper(drafter, Teacher(embedding, head), trained, capacity)
     warm, timed = groups[: arguments.warmup], groups[arguments.warmup :]
     with logged("warm-up, capacity %s", capacity):

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.training.batches import TrainingRow, collate
-from scripts.lib.training.distil import Goal, distil, plain_epilogue, shares
+from scripts.lib.training.distil import Goal, PlainHead, distil, plain_epilogue, shares
 from scripts.lib.training.loss import Board, Lesson, Teacher, learn
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed, everywhere
@@ -30,7 +30,11 @@ SPANS = ([(5, 12), (15, 23)], [(3, 6)], [(0, 8), (8, 9), (12, 14)], [(40, 190)],
 
 @pytest.fixture(scope="module")
 def drafter() -> Drafter:
-    ids = torch.arange(1, 200, 2)
+    return drafter_for(torch.arange(1, 200, 2))
+
+
+def drafter_for(ids: Tensor) -> Drafter:
+    """A drafter of the target's tokens `ids`, with weights large enough to matter."""
     t2d = torch.zeros(272, dtype=torch.bool).index_fill(0, ids, True)
     drafter = Drafter(DrafterConfig.from_target(tiny_config(layers=2), len(ids), (1, 2, 3)), ids - torch.arange(len(ids)), t2d)
     initialise(drafter, 5)
@@ -80,7 +84,8 @@ def packed(
     counts = [int((batch.remaining > step).sum()) for step in range(STEPS)]
     share = shares(batch.remaining, torch.tensor([DECAY**step / max(count, 1) for step, count in enumerate(counts)]))
     goal = Goal(batch.final, teacher.head.to(dtype), share)
-    found = distil([state.detach() for state in states], drafter.lm_head.weight, goal, plain_epilogue(soft_cross_entropy_), teachers=64)
+    head = PlainHead(plain_epilogue(soft_cross_entropy_), drafter.lm_head.weight.detach())
+    found = distil([state.detach() for state in states], head, goal, teachers=64)
     torch.autograd.backward(states, found.states)
     gradients = {name: parameter.grad.float() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
     drafter.float()

@@ -11,10 +11,10 @@ from scripts.lib.speculation.verdict import Verdict
 class Answer:
     """The tokens of one answer and what they took.
 
-    `prefill_seconds` ends with the first piece that a server sent, mostly one token, `decode_seconds` with the last. `steps` and `drafts` are the verify steps and the
-    drafts among the tokens that they wrote; None where nobody counted, as for the target alone. `histogram` counts steps by accepted
-    drafts, `server_drafts` is the engine's own count of drafts, which goes on behind the end of an answer. `events` holds
-    (seconds since the first token, tokens) of each later piece that a server sent.
+    `prefill_seconds` ends with the first piece that a server sent, mostly one token, `decode_seconds` with the last. `steps` and
+    `drafts` are the verify steps and the drafts among the tokens that they wrote; None where nobody counted, as for the target
+    alone. `histogram` counts steps by accepted drafts, `server_drafts` is the engine's own count of drafts, which goes on behind
+    the end of an answer. `events` holds (seconds since the first token, tokens) of each later piece that a server sent.
     """
 
     ids: tuple[int, ...]

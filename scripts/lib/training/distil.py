@@ -8,6 +8,7 @@ Shapes: K steps, Q slots, H hidden size, D draft vocabulary, C teachers of a chu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from scripts.lib.training.objectives import Objective
 
 TEACHERS = 1024  # of a chunk: K times as many rows of student logits live at a time
 
-# Losses f32[M] of student logits [M, D], which become gradients; teacher logits [C, D], index i64[M] and share f32[M].
-Epilogue = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Losses f32[M] of student logits [M, D], which become gradients, by teacher logits [C, D] and share f32[M]. Row m has teacher m % C.
+Epilogue = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,41 @@ class Distilled:
     head: Tensor
 
 
+class Head(Protocol):
+    """The drafter's output head and the loss behind it. `gradient` f32[D, H] is what has been added up of the head's own."""
+
+    gradient: Tensor
+
+    def learn(self, states: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses f32[M] of `states` [M, H] by logits `teacher` [C, D], and the gradient [M, H] of their sum, weighed by `share` f32[M].
+
+        Row m has teacher m % C.
+        """
+        ...
+
+
+class PlainHead:
+    """A head whose products are in the dtype of its `weight` [D, H]; its gradient is in float32."""
+
+    def __init__(self, epilogue: Epilogue, weight: Tensor) -> None:
+        self.epilogue, self.weight = epilogue, weight
+        self.gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+
+    def learn(self, states: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Head` says."""
+        logits = states @ self.weight.t()
+        losses = self.epilogue(logits, teacher, share)
+        add_product(self.gradient, logits, states)
+        return losses, logits @ self.weight
+
+
 def plain_epilogue(judge: Objective) -> Epilogue:
     """Any objective with torch operations; the student's logits are overwritten by their gradient times `share`."""
 
-    def epilogue(logits: Tensor, teacher: Tensor, index: Tensor, share: Tensor) -> Tensor:
+    def epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> Tensor:
         scores = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        losses = judge(scores, torch.softmax(teacher, -1, dtype=torch.float32)[index], share)
+        goals = torch.softmax(teacher, -1, dtype=torch.float32).repeat(len(logits) // len(teacher), 1)
+        losses = judge(scores, goals, share)
         logits.copy_(scores)
         return torch.where(share > 0, losses, 0.0)
 
@@ -61,28 +91,22 @@ def on_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def distil(states: Sequence[Tensor], head: Tensor, goal: Goal, epilogue: Epilogue, teachers: int = TEACHERS) -> Distilled:
-    """Losses of `states` (K times [Q, H]) through `head` [D, H] against `goal`, `teachers` at a time.
+def distil(states: Sequence[Tensor], head: Head, goal: Goal, teachers: int = TEACHERS) -> Distilled:
+    """Losses of `states` (K times [Q, H]) through `head` against `goal`, `teachers` at a time.
 
-    Matrix products run in the dtype of `states`; softmax, losses and the head's gradient in float32.
+    Teachers are made in the dtype of `states`; softmax and losses in float32.
     """
     steps, count = goal.share.shape
     by_teacher, share = shifted(states), shifted(goal.share)
     losses = torch.zeros_like(share)
-    grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
-    index = torch.arange(min(teachers, count), device=share.device).repeat(steps, 1)
     for start in range(0, count, teachers):
         here = slice(start, min(start + teachers, count))
-        size = here.stop - here.start
         teacher = goal.final[here] @ goal.head.t()
-        inputs = by_teacher[:, here].flatten(0, 1)
-        logits = inputs @ head.t()
-        found = epilogue(logits, teacher, index[:, :size].flatten(), share[:, here].flatten())
-        add_product(grad_head, logits, inputs)
-        losses[:, here] = found.view(steps, size)
-        by_teacher[:, here] = (logits @ head).view(steps, size, -1)  # gradients take the memory of the states that they are of
+        found, back = head.learn(by_teacher[:, here].flatten(0, 1), teacher, share[:, here].flatten())
+        losses[:, here] = found.view(steps, -1)
+        by_teacher[:, here] = back.view(steps, len(teacher), -1)  # gradients take the memory of the states that they are of
     by_teacher[:, count:] = 0
-    return Distilled(torch.stack(unshifted(losses, count)), unshifted(by_teacher, count), grad_head)
+    return Distilled(torch.stack(unshifted(losses, count)), unshifted(by_teacher, count), head.gradient)
 
 
 def shifted(values: Sequence[Tensor] | Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def expected_load(drafter: Mapping[str, Any], share: float, runtime: Mapping[str
     ranks, whole = runtime.get("ranks", 1), drafter["batch_tokens"]
     batches = -(-max(round(whole / drafter.get("micro_tokens", 8192)), 1) // ranks) * ranks
     slots = -(-whole // batches)
-    itemsize = 2 if drafter["precision"] == "bfloat16" else FINE
+    itemsize = FINE if drafter["precision"] == "float32" else 2
     shards, muon = ranks if runtime.get("shard") else 1, drafter.get("optimizer") == "muon"
     return Load(slots, round(slots / share), drafter["ttt_steps"], itemsize, bool(runtime.get("recompute")), shards, muon)
 

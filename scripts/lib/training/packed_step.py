@@ -1,19 +1,21 @@
 """Steps over packed batches of one shape, for compiled kernels. Nothing here waits for the device: figures come back as tensors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from scripts.lib.eagle3.model import Drafter
-from scripts.lib.training.distil import Epilogue, Goal, distil, on_device, plain_epilogue, shares
+from scripts.lib.training.distil import Epilogue, Goal, Head, PlainHead, distil, on_device, plain_epilogue, shares
+from scripts.lib.training.fp8_products import HEAD, Fp8Head, HeadKernels, rounding
 from scripts.lib.training.loader import packed_batches
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.masters import DrafterWeights, Masters
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import Capacity, PackedBatch
-from scripts.lib.training.packed_unroll import Kernels, compiled_kernels, plain_kernels, unroll_packed
+from scripts.lib.training.packed_unroll import Kernels, compiled, compiled_kernels, plain_kernels, unroll_packed
 from scripts.lib.training.ranks import add_up
 from scripts.lib.training.replayed import Replayed, pays
 from scripts.lib.training.stepping import Drafts, Recipe, Run, StepFigures
@@ -21,22 +23,33 @@ from scripts.lib.training.stepping import Drafts, Recipe, Run, StepFigures
 
 @dataclass(frozen=True)
 class Engine:
-    """The kernels of a device."""
+    """The kernels of a device, and what makes a head of its weight [D, H] for states like those [Q, H] of the first draft step."""
 
     kernels: Kernels
-    epilogue: Epilogue
+    head: Callable[[Tensor, Tensor], Head]
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Engine":
         """Compiled kernels on CUDA, torch operations elsewhere. Only the usual objective has a kernel of its own."""
+        plain = plain_epilogue(recipe.objective)
         if torch.device(recipe.device).type != "cuda":
-            return cls(plain_kernels(recipe.recompute), plain_epilogue(recipe.objective))
-        from scripts.lib.training.triton_epilogue import triton_epilogue  # Triton is there with CUDA only
+            kernels = plain_kernels(recipe.recompute, recipe.fp8)
+            return cls(kernels, partial(Fp8Head, HEAD, rounding(plain, HEAD)) if recipe.fp8 else plain_head(plain))
+        # Triton is there with CUDA only.
+        from scripts.lib.training.triton_epilogue import triton_epilogue, triton_fp8_epilogue
 
         # Joining attention compiles once for each number of own keys.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        soft = recipe.objective is soft_cross_entropy_
-        return cls(compiled_kernels(recipe.recompute), triton_epilogue if soft else plain_epilogue(recipe.objective))
+        soft, kernels = recipe.objective is soft_cross_entropy_, compiled_kernels(recipe.recompute, recipe.fp8)
+        if not recipe.fp8:
+            return cls(kernels, plain_head(triton_epilogue if soft else plain))
+        products = HeadKernels(*(compiled(kernel) for kernel in HEAD))
+        return cls(kernels, partial(Fp8Head, products, triton_fp8_epilogue if soft else rounding(plain, products)))
+
+
+def plain_head(epilogue: Epilogue) -> Callable[[Tensor, Tensor], Head]:
+    """Makes heads that are the same for all states."""
+    return lambda weight, _states: PlainHead(epilogue, weight)
 
 
 class PackedStep:
@@ -70,10 +83,10 @@ class PackedStep:
 
     def gradients(self, batch: PackedBatch, weights: Tensor) -> Tensor:
         """Add the gradients of `batch`, whose slots count `weights` f32[K] at each draft step; its summed losses f32[K]."""
-        compute = self.weights.compute
         states = self.weights.run(unroll_packed, self.teacher.embedding, batch, len(weights), self.engine.kernels)
-        goal = Goal(batch.final, self.teacher.head, shares(batch.remaining, weights))
-        found = distil([state.detach() for state in states], compute.lm_head.weight, goal, self.engine.epilogue)
+        fixed = [state.detach() for state in states]
+        head = self.engine.head(self.weights.compute.lm_head.weight.detach(), fixed[0])  # whole by now, where ranks share it
+        found = distil(fixed, head, Goal(batch.final, self.teacher.head, shares(batch.remaining, weights)))
         self.weights.backward(states, found.states, found.head)
         return found.losses.sum(1)
 

@@ -4,6 +4,7 @@ The first layer's projections see [embedding; state]. The embedding's half of sl
 so it is computed once for the batch and shifted. Slots whose span ends before a step compute on, and count nothing.
 Of step 0, every layer needs keys and values at all positions, so all layers but the last run there; what they give is also their
 slots' part of step 0, in which the last layer alone is left to run.
+With products in 8 bits, those of every layer that runs whole are: what the last one does once, at the first step, stays as it is.
 Shapes: N positions and Q slots of a batch, H hidden size, A attention heads, G key/value heads, E head size.
 """
 
@@ -19,9 +20,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from scripts.lib.eagle3.model import DecoderLayer, Drafter
+from scripts.lib.training.fp8_products import Fp8Weight, fp8_product, fp8_weight
 from scripts.lib.training.packed import PackedBatch, everywhere
 from scripts.lib.training.row_attention import FirstKeys, block_first_keys, dense_first_keys, join
 
+Weight = Tensor | Fp8Weight  # [O, I]
 Norm = tuple[Tensor, float]  # weight and epsilon
 Turn = tuple[Tensor, Tensor]  # cosine and sine f32[T, E]
 KeysValues = tuple[Tensor, Tensor]  # of step 0 [N, G, E], or of a later step [Q, G, E]
@@ -38,24 +41,31 @@ class Kernels:
     norm: Callable[..., Any]
     first_keys: Callable[[PackedBatch], FirstKeys]
     run: Callable[..., Any]  # runs a draft step: keeps what it computes, or computes it again in the backward pass
+    weight: Callable[[Tensor], Weight]  # as the products of a batch take a weight
 
 
-def plain_kernels(recompute: bool = False) -> Kernels:
-    """Torch operations one by one, for any device."""
-    return Kernels(project, join, finish, normed, dense_first_keys, again if recompute else once)
+def plain_kernels(recompute: bool = False, eighths: bool = False) -> Kernels:
+    """Torch operations one by one, for any device; `eighths` for products in 8 bits."""
+    run, weight = again if recompute else once, fp8_weight if eighths else as_it_is
+    return Kernels(project, join, finish, normed, dense_first_keys, run, weight)
 
 
-def compiled_kernels(recompute: bool = False) -> Kernels:
+def compiled_kernels(recompute: bool = False, eighths: bool = False) -> Kernels:
     """Each piece compiled into few kernels, FlexAttention for the first keys; for CUDA. Every capacity compiles anew."""
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, fullgraph=True, dynamic=False)
-
     attention = compiled(flex_attention)
-    run = again if recompute else once
-    return Kernels(
-        compiled(project), compiled(join), compiled(finish), compiled(normed), lambda batch: block_first_keys(batch, attention), run
-    )
+    plain, pieces = plain_kernels(recompute, eighths), ("project", "join", "finish", "norm", *(["weight"] if eighths else []))
+    changed: dict[str, Any] = {name: compiled(getattr(plain, name)) for name in pieces}
+    return replace(plain, first_keys=lambda batch: block_first_keys(batch, attention), **changed)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in few kernels, anew for each shape."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def as_it_is(weight: Tensor) -> Tensor:
+    """`weight`."""
+    return weight
 
 
 def once(step: Callable[..., Any], *arguments: Any) -> Any:
@@ -74,7 +84,15 @@ def normed(states: Tensor, norm: Norm) -> Tensor:
     return functional.rms_norm(states, states.shape[-1:], weight, eps)
 
 
-def project(states: Tensor, norm: Norm, embedded: Tensor | None, heads: tuple[Tensor, int], turn: Turn) -> tuple[Tensor, Tensor]:
+def times(rows: Tensor, weight: Weight, added: Tensor | None = None) -> Tensor:
+    """`rows` [T, I] times `weight` [O, I], and `added` [T, O] if there is something: [T, O]."""
+    if isinstance(weight, Fp8Weight):
+        product = fp8_product(rows, weight)
+        return product if added is None else added + product
+    return rows @ weight.t() if added is None else torch.addmm(added, rows, weight.t())
+
+
+def project(states: Tensor, norm: Norm, embedded: Tensor | None, heads: tuple[Weight, int], turn: Turn) -> tuple[Tensor, Tensor]:
     """Heads of `states` [T, H]: the first ones rotated [T, turned, E], and the others [T, rest, E].
 
     `heads` are the projections [heads * E, H] on states and how many heads turn; `embedded` [T, heads * E] is what the
@@ -83,23 +101,22 @@ def project(states: Tensor, norm: Norm, embedded: Tensor | None, heads: tuple[Te
     weight, turned = heads
     cos, sin = turn
     states = normed(states, norm)
-    made = states @ weight.t() if embedded is None else torch.addmm(embedded, states, weight.t())
-    made = made.unflatten(-1, (-1, cos.shape[-1]))
+    made = times(states, weight, embedded).unflatten(-1, (-1, cos.shape[-1]))
     wide = made[:, :turned].float()
     first, second = wide.chunk(2, -1)
     rotated = wide * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
     return rotated.to(states.dtype), made[:, turned:].clone()
 
 
-def finish(attended: Tensor, hidden: Tensor, norm: Norm, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def finish(attended: Tensor, hidden: Tensor, norm: Norm, weights: tuple[Weight, Weight, Weight]) -> Tensor:
     """The layer's output [Q, H] from `attended` [Q, A, E] and the residual `hidden` [Q, H].
 
     `weights` are those of the attention's output [H, A E], of gate and up [2I, H], and of down [H, I].
     """
     out, gate_up, down = weights
-    hidden = torch.addmm(hidden, attended.flatten(1), out.t())
-    gate, up = (normed(hidden, norm) @ gate_up.t()).chunk(2, -1)
-    return torch.addmm(hidden, functional.silu(gate) * up, down.t())
+    hidden = times(attended.flatten(1), out, hidden)
+    gate, up = times(normed(hidden, norm), gate_up).chunk(2, -1)
+    return times(functional.silu(gate) * up, down, hidden)
 
 
 @dataclass(frozen=True)
@@ -108,22 +125,25 @@ class LayerWeights:
 
     on_embeds: Tensor  # [(A + 2G) E, H], or no columns behind the first layer
     on_states: Tensor  # [(A + 2G) E, H]
-    finish: tuple[Tensor, Tensor, Tensor]  # attention's output [H, A E], gate and up [2I, H], down [H, I]
+    heads_on_states: Weight  # the same, for products of all of it
+    finish: tuple[Weight, Weight, Weight]  # attention's output [H, A E], gate and up [2I, H], down [H, I]
     norms: tuple[Norm, Norm]  # before attention and before the MLP
     heads: tuple[int, int]  # A and G
     width: int  # A E
 
     @classmethod
-    def of(cls, layer: DecoderLayer, drafter: Drafter) -> "LayerWeights":
-        """Join the weights of `layer` of `drafter`; gradients flow back to them."""
+    def of(cls, layer: DecoderLayer, drafter: Drafter, weight: Callable[[Tensor], Weight]) -> "LayerWeights":
+        """Join the weights of `layer` of `drafter` and make each a `weight`; gradients flow back to them."""
         config, attention, mlp = drafter.config, layer.self_attn, layer.mlp
         joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
         embeds = config.hidden_size if layer.first else 0  # columns that see embeddings
+        on_states = joined[:, embeds:].contiguous()
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
         return cls(
             on_embeds=joined[:, :embeds].contiguous(),
-            on_states=joined[:, embeds:].contiguous(),
-            finish=(attention.o_proj.weight, gate_up, mlp.down_proj.weight),
+            on_states=on_states,
+            heads_on_states=weight(on_states),
+            finish=(weight(attention.o_proj.weight), weight(gate_up), weight(mlp.down_proj.weight)),
             norms=((layer.hidden_norm.weight, config.rms_norm_eps), (layer.post_attention_layernorm.weight, config.rms_norm_eps)),
             heads=(config.num_attention_heads, config.num_key_value_heads),
             width=config.num_attention_heads * config.head_dim,
@@ -150,7 +170,7 @@ def unroll_packed(drafter: Drafter, embedding: Tensor, batch: PackedBatch, steps
 
     `embedding` [V, H] is the target's. Rows of slots that are not trained at a step hold finite numbers of no meaning.
     """
-    layers, count = [LayerWeights.of(layer, drafter) for layer in drafter.decoder], len(batch.slots)
+    layers, count = [LayerWeights.of(layer, drafter, kernels.weight) for layer in drafter.decoder], len(batch.slots)
     fused = drafter.fuse(batch.aux)
     embedded, shared = from_embeddings(drafter, layers, embedding, batch, kernels)
     embedded = functional.pad(embedded, (0, 0, 0, steps - 1))
@@ -217,7 +237,7 @@ def later_step(
 def run_layer(layer: LayerWeights, kernels: Kernels, stream: Stream, attend: Callable[..., Tensor]) -> tuple[Tensor, KeysValues]:
     """What `layer` makes of `stream`, [T, H], and its keys and values [T, G, E]; `attend` gives [T, A, E] of queries, keys and values."""
     states, embedded, turn = stream
-    turned, values = kernels.project(states, layer.norms[0], embedded, (layer.on_states, sum(layer.heads)), turn)
+    turned, values = kernels.project(states, layer.norms[0], embedded, (layer.heads_on_states, sum(layer.heads)), turn)
     queries, keys = turned.split(layer.heads, 1)
     attended = attend(queries, keys, values)
     return kernels.finish(attended, states, layer.norms[1], layer.finish), (keys, values)

@@ -11,6 +11,8 @@ from scripts.lib.training.objectives import objective
 from scripts.lib.training.optimizers import ADAMW, MUON
 from scripts.lib.training.stepping import Recipe
 
+FP8 = "fp8"  # products of numbers in 8 bits, everything else as in bfloat16
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -65,5 +67,6 @@ class TrainSettings:
                 "set `shard: false`, or the optimizer to adamw"
             )
         judge = objective(self.loss, self.kl_scale, self.kl_decay)
-        dtype, ways = getattr(torch, self.precision), (runtime.get("recompute", False), runtime.get("shard", False))
-        return Recipe(dtype, device, self.ttt_decay, self.clip, judge, *ways, self.optimizer)
+        fp8, ways = self.precision == FP8, (runtime.get("recompute", False), runtime.get("shard", False))
+        dtype = torch.bfloat16 if fp8 else getattr(torch, self.precision)
+        return Recipe(dtype, device, self.ttt_decay, self.clip, judge, *ways, self.optimizer, fp8)

@@ -24,7 +24,7 @@ class Recipe:
     """`dtype` of matrix products, the device, how draft steps and slots are weighed, and where gradients are clipped.
 
     `recompute`: a draft step is computed again in the backward pass. `shard`: ranks share masters, gradients and optimizer.
-    `optimizer` is adamw or muon.
+    `optimizer` is adamw or muon. `fp8`: the products of decoder layers and head are made of numbers in 8 bits.
     """
 
     dtype: torch.dtype
@@ -35,6 +35,7 @@ class Recipe:
     recompute: bool = False
     shard: bool = False
     optimizer: str = ADAMW
+    fp8: bool = False
 
 
 @dataclass(frozen=True)

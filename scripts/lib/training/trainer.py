@@ -21,6 +21,7 @@ from scripts.lib.training.evaluation import evaluate, spans_in_loops
 from scripts.lib.training.events import Events
 from scripts.lib.training.feed import Feed, own_batches
 from scripts.lib.training.flops import Work, work_of
+from scripts.lib.training.fp8_products import check_fp8
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.memory import Load, Sizes, check_room, estimate
 from scripts.lib.training.optimizers import MUON
@@ -37,7 +38,9 @@ GOAL = "eval_accept_length_all"
 
 
 def new_stepper(drafter: Drafter, teacher: Teacher, recipe: Recipe, capacity: Capacity) -> Stepper:
-    """What computes steps on the recipe's device, in batches of up to `capacity`."""
+    """What computes steps on the recipe's device, in batches of up to `capacity`. StageError where it has no products in 8 bits."""
+    if recipe.fp8:
+        check_fp8(drafter.config, recipe.device)
     if torch.device(recipe.device).type != "cuda" and not (recipe.shard or recipe.recompute):
         return RowStep(drafter, teacher, recipe)
     from scripts.lib.training.packed_step import PackedStep  # takes seconds to import, which a CPU need not wait for

@@ -1,9 +1,16 @@
-"""The soft cross-entropy of `distil` in Triton: a program for each teacher, then one that reads a row of both logits twice."""
+"""The soft cross-entropy of `distil` in Triton: a program for each teacher, then one that reads a row of both logits twice.
+
+Programs of one teacher follow each other, so that its logits come from memory once. Gradients go where the logits were, or, for products of
+numbers in 8 bits, rounded to memory of their own: they lie between -1 and 1 before they are weighed, so that their scale is known.
+Shapes: M rows of K draft steps, C teachers, D draft vocabulary.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from scripts.lib.training.fp8_products import EIGHTH, Rounded, scale_of
 
 BLOCK, WARPS = 4096, 8
 
@@ -25,13 +32,14 @@ def log_sum_exp(logits, result, width: tl.constexpr, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    logits, teacher, teacher_lse, index, share, losses, width: tl.constexpr, BLOCK: tl.constexpr
+    logits, teacher, teacher_lse, factor, losses, slopes, teachers, steps, width: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row: its loss, and its logits overwritten by their gradient times its share."""
-    row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(share + row)
-    taught_by = tl.load(index + row)
+    """One row: its loss, and the gradient of its logits times its factor, in `slopes`."""
+    taught_by = tl.program_id(0).to(tl.int64) // steps
+    row = tl.program_id(0) % steps * teachers + taught_by
+    weight = tl.load(factor + row)
     student = logits + row * width
+    result = slopes + row * width
     goal = teacher + taught_by * width
     goal_lse = tl.load(teacher_lse + taught_by)
     columns = tl.arange(0, BLOCK)
@@ -54,19 +62,32 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
             scores = tl.load(student + first + columns, mask=inside, other=-float("inf")).to(tl.float32)
             wanted = tl.exp(tl.load(goal + first + columns, mask=inside, other=-float("inf")).to(tl.float32) - goal_lse)
             gradient = (tl.exp(scores - lse) - wanted) * weight
-            tl.store(student + first + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+            tl.store(result + first + columns, gradient.to(slopes.dtype.element_ty), mask=inside)
     else:
         tl.store(losses + row, 0.0)
         for first in range(0, width, BLOCK):
             inside = first + columns < width
-            tl.store(student + first + columns, tl.zeros([BLOCK], dtype=logits.dtype.element_ty), mask=inside)
+            tl.store(result + first + columns, tl.zeros([BLOCK], dtype=slopes.dtype.element_ty), mask=inside)
 
 
-def triton_epilogue(logits: Tensor, teacher: Tensor, index: Tensor, share: Tensor) -> Tensor:
+def triton_epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> Tensor:
     """As `distil.plain_epilogue(soft_cross_entropy_)`, for contiguous tensors on CUDA."""
+    return calculated(logits, teacher, share, logits)
+
+
+def triton_fp8_epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Rounded]:
+    """The same, with gradients [M, D] rounded as `fp8_products` want them; `logits` stay."""
+    scale = scale_of(share)
+    slopes = torch.empty_like(logits, dtype=EIGHTH)
+    return calculated(logits, teacher, share / scale, slopes), Rounded(slopes, scale[:, None])
+
+
+def calculated(logits: Tensor, teacher: Tensor, factor: Tensor, slopes: Tensor) -> Tensor:
+    """Losses f32[M] of `logits` [M, D] by `teacher` [C, D]; their gradients times `factor` f32[M] go into `slopes` [M, D]."""
     losses, teacher_lse = (torch.empty(len(rows), device=logits.device) for rows in (logits, teacher))
-    width = logits.shape[1]
-    if len(logits):
-        log_sum_exp[(len(teacher),)](teacher, teacher_lse, width, BLOCK=BLOCK, num_warps=WARPS)
-        soft_cross_entropy[(len(logits),)](logits, teacher, teacher_lse, index, share, losses, width, BLOCK=BLOCK, num_warps=WARPS)
+    width, count, taught = logits.shape[1], len(logits), len(teacher)
+    if count:
+        log_sum_exp[(taught,)](teacher, teacher_lse, width, BLOCK=BLOCK, num_warps=WARPS)
+        sizes = (taught, count // taught, width)
+        soft_cross_entropy[(count,)](logits, teacher, teacher_lse, factor, losses, slopes, *sizes, BLOCK=BLOCK, num_warps=WARPS)
     return losses

@@ -133,6 +133,11 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             lambda c: (c["runtime"].update(shard=True), c["drafters"]["eagle3"].update(optimizer="muon")),
             "drafters.eagle3.optimizer: muon steps by whole matrices",
         ),
+        (lambda c: c["drafters"]["eagle3"].update(precision="fp8"), "drafters.eagle3.precision: fp8 is for GPUs (runtime.device: cpu"),
+        (
+            lambda c: (c["runtime"].update(device="cuda"), c["vocab"].update(size=8200), c["drafters"]["eagle3"].update(precision="fp8")),
+            "drafters.eagle3.precision: fp8 takes multiples of 16 (vocab.size is 8200",
+        ),
         (
             lambda c: (c["benchmark"].update(concurrencies=[1, 8]), c["benchmark"]["variants"]["chain4"].update(engine="sglang")),
             "benchmark.tasks.gsm.samples: 2 are fewer than the 8 requests at a time",

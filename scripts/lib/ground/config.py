@@ -112,16 +112,26 @@ def contradictions(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"benchmark.variants.{name}.attention_backend: missing ({why}: name one for both, such as flashinfer or triton)"
     yield from crowded(benchmark)
     for name, drafter in sorted(config["drafters"].items()):
-        if config["hidden"]["mode"] == "rolling" and drafter.get("order", "rows") != "shards":
-            yield f"drafters.{name}.order: must be shards (hidden.mode: rolling reads a shard after the other)"
-        if config["runtime"].get("shard") and drafter.get("optimizer") == "muon":
-            yield f"drafters.{name}.optimizer: muon steps by whole matrices (runtime.shard: true spreads them over ranks; choose adamw)"
+        for option, text in drafter_contradictions(drafter, config):
+            yield f"drafters.{name}.{option}: {text}"
     sources = {f"datasets.{name}": entry for name, entry in config["datasets"].items()}
     sources |= {f"benchmark.tasks.{name}": entry for name, entry in benchmark["tasks"].items()}
     for path, entry in sorted(sources.items()):
         yield from source_contradictions(path, entry)
     if config["target"]["source"].startswith("hub:") and "revision" not in config["target"]:
         yield "target.revision: missing (a hub id needs a pinned revision: the commit hash of the model page)"
+
+
+def drafter_contradictions(drafter: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Options of one drafter that do not go with other sections, and why."""
+    if config["hidden"]["mode"] == "rolling" and drafter.get("order", "rows") != "shards":
+        yield "order", "must be shards (hidden.mode: rolling reads a shard after the other)"
+    if config["runtime"].get("shard") and drafter.get("optimizer") == "muon":
+        yield "optimizer", "muon steps by whole matrices (runtime.shard: true spreads them over ranks; choose adamw)"
+    if drafter["precision"] == "fp8" and not config["runtime"]["device"].startswith("cuda"):
+        yield "precision", "fp8 is for GPUs (runtime.device: cpu; choose bfloat16 or float32)"
+    if drafter["precision"] == "fp8" and config["vocab"]["size"] % 16:
+        yield "precision", f"fp8 takes multiples of 16 (vocab.size is {config['vocab']['size']}; choose one, or bfloat16)"
 
 
 def crowded(benchmark: Mapping[str, Any]) -> Iterator[str]:

@@ -111,6 +111,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true", help="compute draft steps again in the backward pass")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take longest")
     arguments = parser.parse_args()
+    if arguments.fp8 and arguments.device == "cpu":
+        parser.error("--fp8 is for --device cuda")
     arguments.vs = arguments.vs or ("reference" if arguments.device == "cpu" else "none")
     return arguments
 

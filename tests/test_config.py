@@ -139,6 +139,10 @@ def test_all_errors_at_once_with_paths_and_remedies(config):
             "drafters.eagle3.precision: fp8 takes multiples of 16 (vocab.size is 8200",
         ),
         (
+            lambda c: (c["runtime"].update(device="cuda"), c["drafters"]["eagle3"].update(precision="fp8", intermediate_size=1000)),
+            "drafters.eagle3.precision: fp8 takes multiples of 16 (intermediate_size is 1000",
+        ),
+        (
             lambda c: (c["benchmark"].update(concurrencies=[1, 8]), c["benchmark"]["variants"]["chain4"].update(engine="sglang")),
             "benchmark.tasks.gsm.samples: 2 are fewer than the 8 requests at a time",
         ),

@@ -63,6 +63,13 @@ def test_recomputing_and_sharing_take_memory_away_where_they_say():
     assert shared.masters + shared.optimizer == (plain.masters + plain.optimizer) / 8 and shared.activations == plain.activations
 
 
+def test_products_in_8_bits_have_copies_of_their_own():
+    sizes = sizes_of(SHAPES["kimi"])
+    plain, rounded = (estimate(sizes, replace(KIMI, fp8=fp8)) for fp8 in (False, True))
+    assert rounded.copies - plain.copies == 2 * sizes.weights + 4 * sizes.hidden * sizes.draft_vocabulary
+    assert rounded.logits == 2 * plain.logits and rounded.masters == plain.masters
+
+
 def test_a_further_layer_keeps_its_part_of_later_steps_at_slots_and_the_layers_before_the_last_theirs_of_the_first_at_positions():
     sizes, load = sizes_of(SHAPES["smollm2"]), Load(slots=1000, positions=3000, steps=4, itemsize=2)
     one, two = (estimate(replace(sizes, layers=layers), load) for layers in (1, 2))
@@ -92,5 +99,6 @@ def test_the_batches_that_a_config_will_make():
     drafter = SETTINGS["drafter"] | {"batch_tokens": 32768, "micro_tokens": 8192, "precision": "bfloat16"}
     assert expected_load(drafter, 0.5, {"ranks": 3, "shard": True}) == Load(5462, 10924, 3, 2, False, 3)
     assert expected_load(drafter, 0.8, {"recompute": True}) == Load(8192, 10240, 3, 2, True, 1)
+    assert expected_load(drafter | {"precision": "fp8"}, 0.8, {}) == Load(8192, 10240, 3, 2, fp8=True)
     assert trained_share({"datasets": {"a": {"tokens": 30, "trained_tokens": 10}, "b": {"tokens": 10, "trained_tokens": 10}}}) == 0.5
     assert trained_share({}) == 0.5

@@ -130,8 +130,10 @@ def drafter_contradictions(drafter: Mapping[str, Any], config: Mapping[str, Any]
         yield "optimizer", "muon steps by whole matrices (runtime.shard: true spreads them over ranks; choose adamw)"
     if drafter["precision"] == "fp8" and not config["runtime"]["device"].startswith("cuda"):
         yield "precision", "fp8 is for GPUs (runtime.device: cpu; choose bfloat16 or float32)"
-    if drafter["precision"] == "fp8" and config["vocab"]["size"] % 16:
-        yield "precision", f"fp8 takes multiples of 16 (vocab.size is {config['vocab']['size']}; choose one, or bfloat16)"
+    sizes = {"vocab.size": config["vocab"]["size"], "intermediate_size": drafter.get("intermediate_size") or 0}
+    for name, size in sizes.items():
+        if drafter["precision"] == "fp8" and size % 16:
+            yield "precision", f"fp8 takes multiples of 16 ({name} is {size}; choose one, or bfloat16)"
 
 
 def crowded(benchmark: Mapping[str, Any]) -> Iterator[str]:

@@ -40,7 +40,7 @@ class Distilled:
 
 
 class Head(Protocol):
-    """The drafter's output head and the loss behind it. `gradient` f32[D, H] is what has been added up of the head's own."""
+    """The drafter's output head and the loss behind it, for one batch. `gradient` f32[D, H] is what has been added up of the head's own."""
 
     gradient: Tensor
 

@@ -1,8 +1,8 @@
 """Matrix products of numbers in 8 bits (e4m3), of which GPUs since Hopper do twice as many a second as in bfloat16.
 
 All three products of a weight are made so: outputs, gradients of inputs, and gradients of weights. Numbers that are summed up share
-a scale, which each row has for itself; as scales are powers of two, a number that is given another one keeps its bits. So a row is
-rounded once: for the gradient of a weight, whose sum runs over rows, the numbers that have been made are only shifted to one scale.
+a scale, which each row has for itself; as scales are powers of two, a number that is given another one keeps its bits while it is in
+the range. So a row is rounded once: for the gradient of a weight, whose sum runs over rows, what was made is only shifted to one scale.
 The head's inputs that matter most are there in two pieces (`Refined`). What all of it costs a drafter is in docs/measurements.md.
 Scales finer than a tensor's: DeepSeek-V3 (arXiv 2412.19437, section 3.3) and torchao's recipe `rowwise`; powers of two as in the
 microscaling formats of the Open Compute Project.
@@ -19,9 +19,9 @@ from scripts.lib.eagle3.model import DrafterConfig
 from scripts.lib.ground.errors import StageError
 from scripts.lib.training.distil import Epilogue
 
-EIGHTH = torch.float8_e4m3fn
+E4M3 = torch.float8_e4m3fn
 LARGEST_EXPONENT = 8  # e4m3 ends at 448, which is 1.75 times two to the power of this
-TINY = 2.0**-100  # rows smaller than this are nought
+TINY = 2.0**-50  # rows smaller than this are nought; the product of two scales must not be
 KEPT = 64  # inputs of the head in two pieces
 MULTIPLE = 16  # of all sizes of a product, which hardware asks for
 CAPABILITY = (8, 9)  # of the first GPUs that have these products
@@ -53,7 +53,7 @@ def rounded(rows: Tensor) -> Rounded:
     """`rows` [M, K], each with a scale of its own."""
     rows = rows.contiguous()
     scale = scale_of(rows.abs().amax(-1, keepdim=True).float())
-    return Rounded((rows * scale.reciprocal()).to(EIGHTH), scale)
+    return Rounded((rows * scale.reciprocal()).to(E4M3), scale)
 
 
 def fp8_weight(weight: Tensor) -> Fp8Weight:
@@ -68,10 +68,10 @@ def scaled(left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
 
 
 def weight_gradient(grad: Rounded, inputs: Rounded, dtype: torch.dtype) -> Tensor:
-    """`grad`.T [O, M] times `inputs` [M, I], [O, I]. Rows whose part is under 2^-15 of the largest one's lose bits of it."""
+    """`grad`.T [O, M] times `inputs` [M, I], [O, I]. Rows whose part is under 2^-10 of the largest one's begin to lose bits."""
     factor = grad.scale * inputs.scale
     largest = factor.amax()
-    shifted = (inputs.numbers.float() * (factor / largest)).to(EIGHTH)
+    shifted = (inputs.numbers.float() * (factor / largest)).to(E4M3)
     return torch._scaled_mm(grad.numbers.t().contiguous(), shifted.t().contiguous().t(), largest, torch.ones_like(largest), out_dtype=dtype)
 
 
@@ -115,35 +115,35 @@ class Refined(NamedTuple):
 
 
 class HeadKernels(NamedTuple):
-    """`refined`, `head_logits`, `head_gradients` and `rounded`, plain or compiled."""
+    """The functions of these names, plain or compiled; `logits` and `gradients` are the head's."""
 
-    weight: Callable[[Tensor, Tensor], Refined]
+    refined: Callable[[Tensor, Tensor], Refined]
     logits: Callable[[Tensor, Rounded, Tensor], Tensor]
     gradients: Callable[[Rounded, Tensor, Rounded, Tensor], Tensor]
     rounded: Callable[[Tensor], Rounded]
 
 
 class Fp8Head:
-    """As `distil.PlainHead`, for `states` [Q, H] and others like them; the gradient of its `weight` is in float32, too."""
+    """As `distil.PlainHead`, its `weight` [D, H] refined for `states` [Q, H] and others like them."""
 
     def __init__(self, kernels: HeadKernels, epilogue: Fp8Epilogue, weight: Tensor, states: Tensor) -> None:
-        self.kernels, self.epilogue, self.weight = kernels, epilogue, kernels.weight(weight, states)
+        self.kernels, self.epilogue, self.refined = kernels, epilogue, kernels.refined(weight, states)
         self.gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def learn(self, states: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
         """As `distil.Head` says."""
-        logits = self.kernels.logits(states, self.weight.rows, self.weight.kept)
+        logits = self.kernels.logits(states, self.refined.rows, self.refined.kept)
         losses, slopes = self.epilogue(logits, teacher, share)
-        return losses, self.kernels.gradients(slopes, states, self.weight.columns, self.gradient)
+        return losses, self.kernels.gradients(slopes, states, self.refined.columns, self.gradient)
 
 
 def rounding(epilogue: Epilogue, kernels: HeadKernels) -> Fp8Epilogue:
     """`epilogue`, and its gradients rounded."""
 
-    def both(logits: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Rounded]:
+    def judged(logits: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Rounded]:
         return epilogue(logits, teacher, share), kernels.rounded(logits)
 
-    return both
+    return judged
 
 
 def refined(weight: Tensor, states: Tensor) -> Refined:
@@ -163,15 +163,15 @@ def head_logits(states: Tensor, rows: Rounded, kept: Tensor) -> Tensor:
 def pieces(rows: Tensor, kept: Tensor) -> tuple[Rounded, Tensor, Tensor]:
     """`rows` [M, K] rounded; of those `kept` i64[R] of K, what they have become, and what that leaves: e4m3 [M, R]."""
     made = rounded(rows)
-    high = made.numbers.view(torch.uint8).index_select(1, kept).view(EIGHTH)
-    low = (rows.index_select(1, kept) * made.scale.reciprocal() - high.float()).to(EIGHTH)
+    high = made.numbers.view(torch.uint8).index_select(1, kept).view(E4M3)
+    low = (rows.index_select(1, kept) * made.scale.reciprocal() - high.float()).to(E4M3)
     return made, high, low
 
 
 def joined(rows: Rounded, *more: Tensor) -> Rounded:
     """`rows` [M, K], and `more` numbers [M, R] of the same scale behind them."""
     parts = [part.view(torch.uint8) for part in (rows.numbers, *more)]
-    return Rounded(torch.cat(parts, 1).view(EIGHTH), rows.scale)
+    return Rounded(torch.cat(parts, 1).view(E4M3), rows.scale)
 
 
 def head_gradients(slopes: Rounded, states: Tensor, columns: Rounded, total: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def check_fp8(config: DrafterConfig, device: str) -> None:
     if not on_gpu or torch.cuda.get_device_capability(device) < CAPABILITY:
         raise StageError(
             f"precision fp8: {torch.cuda.get_device_name(device) if on_gpu else device} has no products in 8 bits, which GPUs have "
-            "from compute capability 8.9 on: set the drafter's `precision` to bfloat16"
+            "from compute capability 8.9 on: set the drafter's `precision` to bfloat16 or float32"
         )
     heads = config.num_attention_heads, 2 * config.num_key_value_heads
     sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size, "draft_vocab_size": config.draft_vocab_size}

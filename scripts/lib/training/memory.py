@@ -55,7 +55,7 @@ class Load:
     """One batch as it is computed: slots and positions, draft steps, bytes of a number in matrix products.
 
     `recompute`: a draft step is computed again in the backward pass. `shards`: ranks that share masters, gradients and optimizer.
-    `muon`: the matrices inside have one moment, which AdamW's have two of.
+    `muon`: the matrices inside have one moment, which AdamW's have two of. `fp8`: products of numbers in 8 bits.
     """
 
     slots: int
@@ -65,6 +65,7 @@ class Load:
     recompute: bool = False
     shards: int = 1
     muon: bool = False
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
 
     A slot keeps at each step, in each layer, three times the feed-forward width, five states, four sets of query heads, keys and
     values; computed again, its state before and after, its keys and values, and all of it for one step only. Of the first step a slot
-    has the last layer alone, and positions have the others.
+    has the last layer alone, and positions have the others. With `fp8`, weights are there by rows and by columns in a byte each, logits'
+    gradients twice, and the head's gradient of a chunk in float32; what a slot keeps counts as in bfloat16. That was not measured yet.
     """
     weights, item, layers = sizes.weights, load.itemsize, sizes.layers
     keys = 2 * sizes.groups * sizes.head_dim
@@ -114,12 +116,13 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
         kept = layer * (load.slots * (1 + (load.steps - 1) * layers) + everywhere)
     own = 2 * item if item < FINE else 0
     copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
+    rounded = 2 * weights + FINE * sizes.hidden * sizes.draft_vocabulary if load.fp8 else 0
     moments = 2 * weights - (weights - sizes.hidden * sizes.draft_vocabulary if load.muon else 0)
-    activations, logits = kept * item, CHUNK * (load.steps + 1) * sizes.draft_vocabulary * item
+    activations, logits = kept * item, CHUNK * (load.steps + 1) * sizes.draft_vocabulary * (item + 2 * load.fp8)
     return Memory(
         masters=2 * FINE * weights / load.shards,
         optimizer=FINE * moments / load.shards,
-        copies=copies * weights,
+        copies=copies * weights + rounded,
         target=(sizes.vocabulary + sizes.draft_vocabulary) * sizes.hidden * item,
         states=10 * load.positions * sizes.hidden * item,
         activations=activations,
@@ -146,8 +149,8 @@ def expected_load(drafter: Mapping[str, Any], share: float, runtime: Mapping[str
     batches = -(-max(round(whole / drafter.get("micro_tokens", 8192)), 1) // ranks) * ranks
     slots = -(-whole // batches)
     itemsize = FINE if drafter["precision"] == "float32" else 2
-    shards, muon = ranks if runtime.get("shard") else 1, drafter.get("optimizer") == "muon"
-    return Load(slots, round(slots / share), drafter["ttt_steps"], itemsize, bool(runtime.get("recompute")), shards, muon)
+    shards, ways = ranks if runtime.get("shard") else 1, (drafter.get("optimizer") == "muon", drafter["precision"] == "fp8")
+    return Load(slots, round(slots / share), drafter["ttt_steps"], itemsize, bool(runtime.get("recompute")), shards, *ways)
 
 
 def remedies(sizes: Sizes, load: Load, room: float, micro_tokens: int, longest: int) -> Iterator[str]:

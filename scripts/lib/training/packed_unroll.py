@@ -4,7 +4,7 @@ The first layer's projections see [embedding; state]. The embedding's half of sl
 so it is computed once for the batch and shifted. Slots whose span ends before a step compute on, and count nothing.
 Of step 0, every layer needs keys and values at all positions, so all layers but the last run there; what they give is also their
 slots' part of step 0, in which the last layer alone is left to run.
-With products in 8 bits, those of every layer that runs whole are: what the last one does once, at the first step, stays as it is.
+With products in 8 bits, all of a layer's are but the queries, keys and values of the last one at the first step.
 Shapes: N positions and Q slots of a batch, H hidden size, A attention heads, G key/value heads, E head size.
 """
 
@@ -44,16 +44,16 @@ class Kernels:
     weight: Callable[[Tensor], Weight]  # as the products of a batch take a weight
 
 
-def plain_kernels(recompute: bool = False, eighths: bool = False) -> Kernels:
-    """Torch operations one by one, for any device; `eighths` for products in 8 bits."""
-    run, weight = again if recompute else once, fp8_weight if eighths else as_it_is
+def plain_kernels(recompute: bool = False, fp8: bool = False) -> Kernels:
+    """Torch operations one by one, for any device; `fp8` for products in 8 bits."""
+    run, weight = again if recompute else once, fp8_weight if fp8 else as_it_is
     return Kernels(project, join, finish, normed, dense_first_keys, run, weight)
 
 
-def compiled_kernels(recompute: bool = False, eighths: bool = False) -> Kernels:
+def compiled_kernels(recompute: bool = False, fp8: bool = False) -> Kernels:
     """Each piece compiled into few kernels, FlexAttention for the first keys; for CUDA. Every capacity compiles anew."""
     attention = compiled(flex_attention)
-    plain, pieces = plain_kernels(recompute, eighths), ("project", "join", "finish", "norm", *(["weight"] if eighths else []))
+    plain, pieces = plain_kernels(recompute, fp8), ("project", "join", "finish", "norm", *(["weight"] if fp8 else []))
     changed: dict[str, Any] = {name: compiled(getattr(plain, name)) for name in pieces}
     return replace(plain, first_keys=lambda batch: block_first_keys(batch, attention), **changed)
 

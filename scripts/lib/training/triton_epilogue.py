@@ -1,7 +1,7 @@
 """The soft cross-entropy of `distil` in Triton: a program for each teacher, then one that reads a row of both logits twice.
 
 Programs of one teacher follow each other, so that its logits come from memory once. Gradients go where the logits were, or, for products of
-numbers in 8 bits, rounded to memory of their own: they lie between -1 and 1 before they are weighed, so that their scale is known.
+numbers in 8 bits, rounded to memory of their own: none is larger than the largest probability of student or teacher, times the share.
 Shapes: M rows of K draft steps, C teachers, D draft vocabulary.
 """
 
@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scripts.lib.training.fp8_products import EIGHTH, Rounded, scale_of
+from scripts.lib.training.fp8_products import E4M3, TINY, Rounded
 
 BLOCK, WARPS = 4096, 8
+SMALLEST = tl.constexpr(TINY)
 
 
 @triton.jit
-def log_sum_exp(logits, result, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of one row."""
+def log_sum_exp(logits, result, peak, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of one row, and its largest probability."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     highest = -float("inf")
@@ -28,16 +29,29 @@ def log_sum_exp(logits, result, width: tl.constexpr, BLOCK: tl.constexpr):  # ty
         total = total * tl.exp(highest - above) + tl.sum(tl.exp(scores - above), 0)
         highest = above
     tl.store(result + row, highest + tl.log(total))
+    tl.store(peak + row, 1.0 / total)
 
 
 @triton.jit
 def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
-    logits, teacher, teacher_lse, factor, losses, slopes, teachers, steps, width: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    teacher,
+    teacher_lse,
+    peak,
+    share,
+    losses,
+    slopes,
+    scales,
+    teachers,
+    steps,
+    width: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One row: its loss, and the gradient of its logits times its factor, in `slopes`."""
+    """One row: its loss, and the gradient of its logits times its share in `slopes`; if `FP8`, over a scale that goes into `scales`."""
     taught_by = tl.program_id(0).to(tl.int64) // steps
     row = tl.program_id(0) % steps * teachers + taught_by
-    weight = tl.load(factor + row)
+    weight = tl.load(share + row)
     student = logits + row * width
     result = slopes + row * width
     goal = teacher + taught_by * width
@@ -57,6 +71,10 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
             highest = above
         lse = highest + tl.log(total)
         tl.store(losses + row, lse - aimed)
+        if FP8:
+            scale = scale_of(weight * tl.maximum(1.0 / total, tl.load(peak + taught_by)))
+            tl.store(scales + row, scale)
+            weight = weight / scale
         for first in range(0, width, BLOCK):
             inside = first + columns < width
             scores = tl.load(student + first + columns, mask=inside, other=-float("inf")).to(tl.float32)
@@ -65,29 +83,40 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
             tl.store(result + first + columns, gradient.to(slopes.dtype.element_ty), mask=inside)
     else:
         tl.store(losses + row, 0.0)
+        if FP8:
+            tl.store(scales + row, scale_of(0.0))
         for first in range(0, width, BLOCK):
             inside = first + columns < width
-            tl.store(result + first + columns, tl.zeros([BLOCK], dtype=slopes.dtype.element_ty), mask=inside)
+            tl.store(result + first + columns, tl.zeros([BLOCK], tl.float32).to(slopes.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_of(largest):  # type: ignore[no-untyped-def]
+    """As `fp8_products.scale_of`."""
+    bits = tl.maximum(largest, SMALLEST).to(tl.float32).to(tl.int32, bitcast=True)
+    return ((bits + 0x1FFFFF) & 0x7F800000).to(tl.float32, bitcast=True) * 0.00390625
 
 
 def triton_epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> Tensor:
     """As `distil.plain_epilogue(soft_cross_entropy_)`, for contiguous tensors on CUDA."""
-    return calculated(logits, teacher, share, logits)
+    return calculated(logits, teacher, share, Rounded(logits, share))
 
 
 def triton_fp8_epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Rounded]:
     """The same, with gradients [M, D] rounded as `fp8_products` want them; `logits` stay."""
-    scale = scale_of(share)
-    slopes = torch.empty_like(logits, dtype=EIGHTH)
-    return calculated(logits, teacher, share / scale, slopes), Rounded(slopes, scale[:, None])
+    slopes = Rounded(torch.empty_like(logits, dtype=E4M3), share.new_empty(len(share), 1))
+    return calculated(logits, teacher, share, slopes), slopes
 
 
-def calculated(logits: Tensor, teacher: Tensor, factor: Tensor, slopes: Tensor) -> Tensor:
-    """Losses f32[M] of `logits` [M, D] by `teacher` [C, D]; their gradients times `factor` f32[M] go into `slopes` [M, D]."""
-    losses, teacher_lse = (torch.empty(len(rows), device=logits.device) for rows in (logits, teacher))
+def calculated(logits: Tensor, teacher: Tensor, share: Tensor, slopes: Rounded) -> Tensor:
+    """Losses f32[M] of `logits` [M, D] by `teacher` [C, D]; their gradients times `share` f32[M] go into `slopes`.
+
+    Where these are numbers in 8 bits, so do the scales.
+    """
+    losses, teacher_lse, peak = (torch.empty(len(rows), device=logits.device) for rows in (logits, teacher, teacher))
     width, count, taught = logits.shape[1], len(logits), len(teacher)
     if count:
-        log_sum_exp[(taught,)](teacher, teacher_lse, width, BLOCK=BLOCK, num_warps=WARPS)
-        sizes = (taught, count // taught, width)
-        soft_cross_entropy[(count,)](logits, teacher, teacher_lse, factor, losses, slopes, *sizes, BLOCK=BLOCK, num_warps=WARPS)
+        log_sum_exp[(taught,)](teacher, teacher_lse, peak, width, BLOCK=BLOCK, num_warps=WARPS)
+        tensors, sizes = (logits, teacher, teacher_lse, peak, share, losses, *slopes), (taught, count // taught, width)
+        soft_cross_entropy[(count,)](*tensors, *sizes, FP8=slopes.numbers.dtype == E4M3, BLOCK=BLOCK, num_warps=WARPS)
     return losses

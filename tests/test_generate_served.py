@@ -99,7 +99,7 @@ def test_both_partitions_are_in_flight_within_their_own_limits(target: Path, tmp
         limit = body["sampling_params"]["max_new_tokens"]
         running[limit] = sum(asked["sampling_params"]["max_new_tokens"] == limit for asked in stub.asked[-stub.in_flight :])
         peaks[limit] = max(peaks[limit], running[limit])
-        return Say(native(from_prompt(body)), seconds=0.02)
+        return Say(native(from_prompt(body)), seconds=0.25)  # long enough for a busy client to send all that it may
 
     stub = Stub(script, target.parent)
     with stub_server(stub) as url:

@@ -179,7 +179,7 @@ def test_every_product_of_layers_and_head_is_of_numbers_in_8_bits(drafter, teach
     batch = collate_packed(rows, Capacity.of(rows), torch.bfloat16)
     gradients(drafter, teacher, batch, IN_FP8)
     slots, hidden, inner, vocabulary = len(batch.slots), 64, 128, 96
-    runs = STEPS + (layers - 1) * STEPS  # of layers at slots; those before the last run at positions at the first step
+    runs = STEPS * layers  # at the first step layers before the last run at positions
     assert seen[hidden, 2 * inner] == seen[2 * inner, hidden] == runs and seen[hidden, hidden] == 2 * runs, "gate and up; output"
     assert seen[hidden, inner] == seen[inner, hidden] == runs + (runs - 1), "down; heads, as wide as the MLP here"
     assert seen[hidden + 2 * KEPT, vocabulary] == seen[vocabulary, hidden] == 1 and seen[STEPS * slots, hidden] == 1

@@ -1,4 +1,4 @@
-"""Matrix products of numbers in 8 bits (e4m3), of which GPUs since Hopper do twice as many a second as in bfloat16.
+"""Matrix products of numbers in 8 bits (e4m3), of which newer GPUs do twice as many a second as in bfloat16.
 
 All three products of a weight are made so: outputs, gradients of inputs, and gradients of weights. Numbers that are summed up share
 a scale, which each row has for itself; as scales are powers of two, a number that is given another one keeps its bits while it is in
@@ -21,7 +21,7 @@ from scripts.lib.training.distil import Epilogue
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_EXPONENT = 8  # e4m3 ends at 448, which is 1.75 times two to the power of this
-TINY = 2.0**-50  # rows smaller than this are nought; the product of two scales must not be
+TINY = 2.0**-50  # no scale is finer than that of such a row: the product of two must not be nought
 KEPT = 64  # inputs of the head in two pieces
 MULTIPLE = 16  # of all sizes of a product, which hardware asks for
 CAPABILITY = (8, 9)  # of the first GPUs that have these products

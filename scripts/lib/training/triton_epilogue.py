@@ -1,7 +1,7 @@
 """The soft cross-entropy of `distil` in Triton: a program for each teacher, then one that reads a row of both logits twice.
 
 Programs of one teacher follow each other, so that its logits come from memory once. Gradients go where the logits were, or, for products of
-numbers in 8 bits, rounded to memory of their own: none is larger than the largest probability of student or teacher, times the share.
+numbers in 8 bits, rounded to memory of their own: the row is then read once more, for the largest of them.
 Shapes: M rows of K draft steps, C teachers, D draft vocabulary.
 """
 
@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scripts.lib.training.fp8_products import E4M3, TINY, Rounded
+from scripts.lib.training.fp8_products import E4M3, LARGEST_EXPONENT, TINY, Rounded
 
 BLOCK, WARPS = 4096, 8
-SMALLEST = tl.constexpr(TINY)
+SMALLEST, UNIT = tl.constexpr(TINY), tl.constexpr(2.0**-LARGEST_EXPONENT)
 
 
 @triton.jit
-def log_sum_exp(logits, result, peak, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of one row, and its largest probability."""
+def log_sum_exp(logits, result, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     highest = -float("inf")
@@ -29,7 +29,6 @@ def log_sum_exp(logits, result, peak, width: tl.constexpr, BLOCK: tl.constexpr):
         total = total * tl.exp(highest - above) + tl.sum(tl.exp(scores - above), 0)
         highest = above
     tl.store(result + row, highest + tl.log(total))
-    tl.store(peak + row, 1.0 / total)
 
 
 @triton.jit
@@ -37,7 +36,6 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     logits,
     teacher,
     teacher_lse,
-    peak,
     share,
     losses,
     slopes,
@@ -72,7 +70,13 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
         lse = highest + tl.log(total)
         tl.store(losses + row, lse - aimed)
         if FP8:
-            scale = scale_of(weight * tl.maximum(1.0 / total, tl.load(peak + taught_by)))
+            largest = 0.0
+            for first in range(0, width, BLOCK):
+                inside = first + columns < width
+                scores = tl.load(student + first + columns, mask=inside, other=-float("inf")).to(tl.float32)
+                wanted = tl.exp(tl.load(goal + first + columns, mask=inside, other=-float("inf")).to(tl.float32) - goal_lse)
+                largest = tl.maximum(largest, tl.max(tl.abs(tl.exp(scores - lse) - wanted), 0))
+            scale = scale_of(weight * largest)
             tl.store(scales + row, scale)
             weight = weight / scale
         for first in range(0, width, BLOCK):
@@ -94,7 +98,7 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
 def scale_of(largest):  # type: ignore[no-untyped-def]
     """As `fp8_products.scale_of`."""
     bits = tl.maximum(largest, SMALLEST).to(tl.float32).to(tl.int32, bitcast=True)
-    return ((bits + 0x1FFFFF) & 0x7F800000).to(tl.float32, bitcast=True) * 0.00390625
+    return ((bits + 0x1FFFFF) & 0x7F800000).to(tl.float32, bitcast=True) * UNIT
 
 
 def triton_epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> Tensor:
@@ -113,10 +117,10 @@ def calculated(logits: Tensor, teacher: Tensor, share: Tensor, slopes: Rounded) 
 
     Where these are numbers in 8 bits, so do the scales.
     """
-    losses, teacher_lse, peak = (torch.empty(len(rows), device=logits.device) for rows in (logits, teacher, teacher))
+    losses, teacher_lse = (torch.empty(len(rows), device=logits.device) for rows in (logits, teacher))
     width, count, taught = logits.shape[1], len(logits), len(teacher)
     if count:
-        log_sum_exp[(taught,)](teacher, teacher_lse, peak, width, BLOCK=BLOCK, num_warps=WARPS)
-        tensors, sizes = (logits, teacher, teacher_lse, peak, share, losses, *slopes), (taught, count // taught, width)
+        log_sum_exp[(taught,)](teacher, teacher_lse, width, BLOCK=BLOCK, num_warps=WARPS)
+        tensors, sizes = (logits, teacher, teacher_lse, share, losses, *slopes), (taught, count // taught, width)
         soft_cross_entropy[(count,)](*tensors, *sizes, FP8=slopes.numbers.dtype == E4M3, BLOCK=BLOCK, num_warps=WARPS)
     return losses

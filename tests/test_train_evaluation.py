@@ -146,6 +146,15 @@ def test_sets_are_equal_in_positions_too():
     assert [sum(sizes[index][1] for index in indices) for indices in split(sizes, range(8), 20)] == [110] * 4
 
 
+def test_rows_are_traded_until_the_largest_set_gets_no_smaller():
+    """Dealt out one by one, rows of prompts and answers of any length once left a twentieth of each batch empty."""
+    draw = random.Random(3)
+    sizes = [(slots := draw.randint(20, 1000), slots + draw.randint(0, 600)) for _ in range(64)]
+    for kind in (0, 1):
+        held = [sum(sizes[index][kind] for index in indices) for indices in split(sizes, range(64), 8192)]
+        assert len(held) == 4 and max(held) < 1.01 * sum(held) / len(held)
+
+
 def test_rows_change_places_with_near_ones_only():
     draw = random.Random(7)
     sizes = [(slots := draw.randint(20, 1000), slots + draw.randint(0, 600)) for _ in range(3000)]

@@ -7,9 +7,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scripts.lib.training.batches import TrainingRow, offsets
 
 NEIGHBOURS = 16  # sets whose rows may change places
+LEAST = 1e-6  # of all slots or positions: what a trade is worth at least
 Size = tuple[int, int]  # slots and positions of a row
 
 
@@ -86,18 +90,54 @@ def split(sizes: Sequence[Size], indices: Sequence[int], limit: int, multiple: i
     """Cut the rows `indices` into as few sets of about `limit` slots as can be, as equal as whole rows allow; a set keeps their order.
 
     Their number is a `multiple`; with fewer rows than that some are empty. Slots and positions are equal both: a set is as large as the
-    larger of its shares of them. The largest row goes first, each to the set that is smallest with it. A row longer than `limit`
-    counts as one set, which may get less than half a `limit` more. Sets come in the order of their first rows.
+    larger of its shares of them. A row longer than `limit` counts as one set, which may get less than half a `limit` more. Sets come in
+    the order of their first rows.
     """
     slots, positions = (sum(sizes[index][kind] for index in indices) for kind in (0, 1))
     count = min(max(round(sum(min(sizes[index][0], limit) for index in indices) / limit), 1), len(indices))
     count = -(-count // multiple) * multiple
     shares = [(sizes[index][0] / slots, sizes[index][1] / positions) for index in indices]
-    sets: list[list[int]] = [[] for _ in range(count)]
-    held = [(0.0, 0.0)] * count
-    for place in sorted(range(len(indices)), key=lambda place: (-max(shares[place]), place)):
+    sets = traded(np.array(shares), dealt(shares, count), count)
+    return [[indices[place] for place in places] for places in sorted(sets, key=lambda places: min(places, default=len(indices)))]
+
+
+def dealt(shares: Sequence[tuple[float, float]], count: int) -> list[int]:
+    """Which of `count` sets each row is in when the largest goes first, each to the set that is smallest with it.
+
+    `shares` are a row's of all slots and of all positions; a set is as large as the larger of its own.
+    """
+    sets, held = [0] * len(shares), [(0.0, 0.0)] * count
+    for place in sorted(range(len(shares)), key=lambda place: (-max(shares[place]), place)):
         mine, yours = shares[place]
         least = min(range(count), key=lambda number: max(held[number][0] + mine, held[number][1] + yours))
-        sets[least].append(place)
+        sets[place] = least
         held[least] = (held[least][0] + mine, held[least][1] + yours)
-    return [[indices[place] for place in sorted(places)] for places in sorted(sets, key=lambda places: min(places, default=len(indices)))]
+    return sets
+
+
+def traded(shares: NDArray[np.float64], sets: Sequence[int], count: int) -> list[list[int]]:
+    """The rows of each of `count` sets once the largest one of several rows gets no smaller by any trade.
+
+    It gives a row to another set, for one of that set's or for none. `shares` [R, 2] are as in `dealt`, `sets` the set of each of R rows.
+    """
+    owner = np.array(sets, dtype=np.int64)
+    held = np.stack([np.bincount(owner, kind, count) for kind in shares.T], 1)
+    while True:
+        several = np.bincount(owner, minlength=count) > 1
+        largest = int(np.argmax(held.max(1) * several))
+        mine, others = np.flatnonzero(owner == largest), np.flatnonzero(owner != largest)
+        partners = np.concatenate([owner[others], np.delete(np.arange(count), largest)])
+        if not several[largest] or not len(partners):
+            break
+        taken = np.concatenate([shares[others], np.zeros((count - 1, 2))])
+        change = shares[mine][:, None] - taken
+        after = np.maximum(held[largest] - change, held[partners] + change).max(2)
+        given, place = np.unravel_index(after.argmin(), after.shape)
+        if after[given, place] > held[largest].max() - LEAST:
+            break
+        held[largest] -= change[given, place]
+        held[partners[place]] += change[given, place]
+        owner[mine[given]] = partners[place]
+        if place < len(others):
+            owner[others[place]] = largest
+    return [np.flatnonzero(owner == number).tolist() for number in range(count)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from scripts.lib.eagle3.export import load_drafter
 from scripts.lib.eagle3.model import Drafter
@@ -14,20 +15,9 @@ from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import run
 from scripts.lib.training.build import train
 from scripts.lib.training.distil import PlainHead, plain_epilogue
-from scripts.lib.training.fp8_products import (
-    HEAD,
-    KEPT,
-    Fp8Head,
-    check_fp8,
-    fp8_product,
-    fp8_weight,
-    head_logits,
-    refined,
-    rounded,
-    rounding,
-    scaled,
-    weight_gradient,
-)
+from scripts.lib.training.fp8_head import HEAD, KEPT, Fp8Head, head_logits, refined, rounding
+from scripts.lib.training.fp8_numbers import rounded
+from scripts.lib.training.fp8_products import check_fp8, fp8_mlp, fp8_product, fp8_weight, scaled, weight_gradient
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
 from scripts.lib.training.packed_step import PackedStep
@@ -69,7 +59,7 @@ def value(rows_: Tensor) -> Tensor:
 
 def away(found: Tensor, wanted: Tensor) -> float:
     """Distance as a share."""
-    found, wanted = found.detach().float(), wanted.float()
+    found, wanted = found.detach().float(), wanted.detach().float()
     return float((found - wanted).norm() / wanted.norm())
 
 
@@ -106,6 +96,20 @@ def test_a_product_and_its_gradients_are_near_the_exact_ones():
         exact = (left @ right.t(), back @ right, back.t() @ left)
     for found, wanted in zip((output, inputs.grad, weight.grad), exact, strict=True):
         assert 1e-3 < away(found, wanted) < 0.05, "rounded, and no more than that"
+
+
+def test_a_gated_mlp_and_its_gradients_are_those_of_its_products():
+    """One by one, with what is between them rounded to bfloat16 as well: some numbers of 8 bits are the next ones."""
+    given = uneven(256, 64, 1), uneven(192, 64, 3), uneven(64, 96, 4)
+    found, wanted = ([one.clone().requires_grad_() for one in given] for _ in range(2))
+    gate, up = fp8_product(wanted[0], fp8_weight(wanted[1])).chunk(2, -1)
+    one_by_one = fp8_product(functional.silu(gate) * up, fp8_weight(wanted[2]))
+    output = fp8_mlp(found[0], *(fp8_weight(weight) for weight in found[1:]))
+    for product in (output, one_by_one):
+        product.backward(uneven(256, 64, 2))
+    assert away(output, one_by_one) < 0.02 and output.dtype == torch.bfloat16
+    for near, exact in zip(found, wanted, strict=True):
+        assert away(near.grad, exact.grad) < 0.03 and near.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("grad", "inputs"), [(0.0, 0.0), (0.0, 2.0**-34), (2.0**-70, 2.0**-80), (1.0, 0.0)])

@@ -1,15 +1,11 @@
 """Matrix products of numbers in 8 bits (e4m3), of which newer GPUs do twice as many a second as in bfloat16.
 
 All three products of a weight are made so: outputs, gradients of inputs, and gradients of weights. Numbers that are summed up share
-a scale, which each row has for itself; as scales are powers of two, a number that is given another one keeps its bits while it is in
-the range. So a row is rounded once: for the gradient of a weight, whose sum runs over rows, what was made is only shifted to one scale.
-The head's inputs that matter most are there in two pieces (`Refined`). What all of it costs a drafter is in docs/measurements.md.
-Scales finer than a tensor's: DeepSeek-V3 (arXiv 2412.19437, section 3.3) and torchao's recipe `rowwise`; powers of two as in the
-microscaling formats of the Open Compute Project.
-Shapes: M rows, I inputs and O outputs of a weight [O, I], D draft vocabulary, H hidden size, R inputs in two pieces.
+a scale, which each row has for itself. So a row is rounded once: for the gradient of a weight, whose sum runs over rows, what was made is
+only shifted to one scale. What all of it costs a drafter is in docs/measurements.md.
+Shapes: M rows, I inputs and O outputs of a weight [O, I]; of a gated MLP I is the width and H the size of states.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,21 +13,10 @@ from torch import Tensor
 
 from scripts.lib.eagle3.model import DrafterConfig
 from scripts.lib.ground.errors import StageError
-from scripts.lib.training.distil import Epilogue
+from scripts.lib.training.fp8_numbers import Rounded, gated, gated_back, rounded, turned
 
-E4M3 = torch.float8_e4m3fn
-LARGEST_EXPONENT = 8  # e4m3 ends at 448, which is 1.75 times two to the power of this
-TINY = 2.0**-50  # no scale is finer than that of such a row: the product of two must not be nought
-KEPT = 64  # inputs of the head in two pieces
 MULTIPLE = 16  # of all sizes of a product, which hardware asks for
 CAPABILITY = (8, 9)  # of the first GPUs that have these products
-
-
-class Rounded(NamedTuple):
-    """Rows [M, K] as `numbers` in e4m3 [M, K] times `scale` f32[M, 1]."""
-
-    numbers: Tensor
-    scale: Tensor
 
 
 class Fp8Weight(NamedTuple):
@@ -42,20 +27,6 @@ class Fp8Weight(NamedTuple):
     columns: Rounded
 
 
-def scale_of(largest: Tensor) -> Tensor:
-    """The smallest power of two by which numbers up to `largest` f32 have to be divided to lie in the range of e4m3."""
-    bits = largest.clamp(min=TINY).view(torch.int32)
-    # Its exponent, and one more where its fraction is over 1.75.
-    return (bits + 0x1FFFFF & 0x7F800000).view(torch.float32) * 2.0**-LARGEST_EXPONENT
-
-
-def rounded(rows: Tensor) -> Rounded:
-    """`rows` [M, K], each with a scale of its own."""
-    rows = rows.contiguous()
-    scale = scale_of(rows.abs().amax(-1, keepdim=True).float())
-    return Rounded((rows * scale.reciprocal()).to(E4M3), scale)
-
-
 def fp8_weight(weight: Tensor) -> Fp8Weight:
     """`weight` [O, I] for products; good until it moves."""
     fixed = weight.detach()
@@ -63,16 +34,23 @@ def fp8_weight(weight: Tensor) -> Fp8Weight:
 
 
 def scaled(left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
-    """`left` [M, K] times the transpose of `right` [N, K], [M, N]."""
-    return torch._scaled_mm(left.numbers, right.numbers.t(), left.scale, right.scale.t(), out_dtype=dtype)
+    """`left` [M, K] times the transpose of `right` [N, K], [M, N].
+
+    A GPU's sums are fast ones, of fewer bits: half a percent off where rounding the numbers has left some 4.
+    """
+    if left.numbers.is_cuda:
+        return torch._scaled_mm(left.numbers, right.numbers.t(), left.scale, right.scale.t(), out_dtype=dtype, use_fast_accum=True)
+    # torch 2.11 has no scales of rows on a CPU. As they are powers of two, they may come behind the product.
+    one = torch.ones_like(left.scale[0, 0])
+    return (torch._scaled_mm(left.numbers, right.numbers.t(), one, one, out_dtype=dtype) * left.scale * right.scale.t()).to(dtype)
 
 
 def weight_gradient(grad: Rounded, inputs: Rounded, dtype: torch.dtype) -> Tensor:
     """`grad`.T [O, M] times `inputs` [M, I], [O, I]. Rows whose part is under 2^-10 of the largest one's begin to lose bits."""
     factor = grad.scale * inputs.scale
     largest = factor.amax()
-    shifted = (inputs.numbers.float() * (factor / largest)).to(E4M3)
-    return torch._scaled_mm(grad.numbers.t().contiguous(), shifted.t().contiguous().t(), largest, torch.ones_like(largest), out_dtype=dtype)
+    left, right = turned(grad.numbers), turned(inputs.numbers, factor / largest)
+    return torch._scaled_mm(left, right.t(), largest, torch.ones_like(largest), out_dtype=dtype)
 
 
 class Fp8Product(torch.autograd.Function):
@@ -98,89 +76,35 @@ def fp8_product(inputs: Tensor, weight: Fp8Weight) -> Tensor:
     return Fp8Product.apply(inputs, weight.weight, *weight.rows, *weight.columns)
 
 
-# Losses f32[M] as of a `distil.Epilogue`, and the gradients of logits, rounded.
-Fp8Epilogue = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Rounded]]
+class Fp8Mlp(torch.autograd.Function):
+    """(silu(gate) * up) @ `down`.T, gate and up being halves of `inputs` @ `gate_up`.T.
 
-
-class Refined(NamedTuple):
-    """A head [D, H] as its products take it: `rows` [D, H + 2R] for logits, `columns` [H, D] for gradients of states.
-
-    Logits are differences of large sums, to which a few inputs give most; those that give most, `kept` i64[R], are there in two pieces, so
-    that they have 8 bits where others have 4.
+    What is between the products is rounded where it is made, in both directions, and never is in memory otherwise.
     """
 
-    rows: Rounded
-    columns: Rounded
-    kept: Tensor
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, gate_up: Tensor, down: Tensor, *operands: Tensor) -> Tensor:
+        """[M, H] from [M, H]; `operands` are rows and columns of both weights as `Fp8Weight`, tensor by tensor."""
+        made = rounded(inputs)
+        opened = scaled(made, Rounded(*operands[:2]), inputs.dtype)
+        acted = Rounded(*gated(opened))
+        ctx.save_for_backward(*made, opened, *acted, *operands[2:4], *operands[6:])
+        return scaled(acted, Rounded(*operands[4:6]), inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """To the inputs and both weights."""
+        saved, made = ctx.saved_tensors, rounded(grad)
+        (inputs, acted, gate_up, down), opened = (Rounded(*saved[at : at + 2]) for at in (0, 3, 5, 7)), saved[2]
+        slopes = Rounded(*gated_back(scaled(made, down, grad.dtype), opened))
+        to_weights = weight_gradient(slopes, inputs, grad.dtype), weight_gradient(made, acted, grad.dtype)
+        return scaled(slopes, gate_up, grad.dtype), *to_weights, *[None] * 8
 
 
-class HeadKernels(NamedTuple):
-    """The functions of these names, plain or compiled; `logits` and `gradients` are the head's."""
-
-    refined: Callable[[Tensor, Tensor], Refined]
-    logits: Callable[[Tensor, Rounded, Tensor], Tensor]
-    gradients: Callable[[Rounded, Tensor, Rounded, Tensor], Tensor]
-    rounded: Callable[[Tensor], Rounded]
-
-
-class Fp8Head:
-    """As `distil.PlainHead`, its `weight` [D, H] refined for `states` [Q, H] and others like them."""
-
-    def __init__(self, kernels: HeadKernels, epilogue: Fp8Epilogue, weight: Tensor, states: Tensor) -> None:
-        self.kernels, self.epilogue, self.refined = kernels, epilogue, kernels.refined(weight, states)
-        self.gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-    def learn(self, states: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """As `distil.Head` says."""
-        logits = self.kernels.logits(states, self.refined.rows, self.refined.kept)
-        losses, slopes = self.epilogue(logits, teacher, share)
-        return losses, self.kernels.gradients(slopes, states, self.refined.columns, self.gradient)
-
-
-def rounding(epilogue: Epilogue, kernels: HeadKernels) -> Fp8Epilogue:
-    """`epilogue`, and its gradients rounded."""
-
-    def judged(logits: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Rounded]:
-        return epilogue(logits, teacher, share), kernels.rounded(logits)
-
-    return judged
-
-
-def refined(weight: Tensor, states: Tensor) -> Refined:
-    """The head `weight` [D, H] for `states` [Q, H], which say what inputs give most."""
-    given = states.float().square().mean(0) * weight.float().square().mean(0)
-    kept = given.topk(min(KEPT, len(given))).indices
-    rows, high, low = pieces(weight, kept)
-    return Refined(joined(rows, high, low), rounded(weight.t().contiguous()), kept)
-
-
-def head_logits(states: Tensor, rows: Rounded, kept: Tensor) -> Tensor:
-    """[M, D] of `states` [M, H] and the `rows` [D, H + 2R] of a head that has some inputs in two pieces, `kept` i64[R]."""
-    made, high, low = pieces(states, kept)
-    return scaled(joined(made, low, high), rows, states.dtype)
-
-
-def pieces(rows: Tensor, kept: Tensor) -> tuple[Rounded, Tensor, Tensor]:
-    """`rows` [M, K] rounded; of those `kept` i64[R] of K, what they have become, and what that leaves: e4m3 [M, R]."""
-    made = rounded(rows)
-    high = made.numbers.view(torch.uint8).index_select(1, kept).view(E4M3)
-    low = (rows.index_select(1, kept) * made.scale.reciprocal() - high.float()).to(E4M3)
-    return made, high, low
-
-
-def joined(rows: Rounded, *more: Tensor) -> Rounded:
-    """`rows` [M, K], and `more` numbers [M, R] of the same scale behind them."""
-    parts = [part.view(torch.uint8) for part in (rows.numbers, *more)]
-    return Rounded(torch.cat(parts, 1).view(E4M3), rows.scale)
-
-
-def head_gradients(slopes: Rounded, states: Tensor, columns: Rounded, total: Tensor) -> Tensor:
-    """The gradient [M, H] of `states` [M, H] for `slopes` [M, D] of their logits; the head's is added to `total` f32[D, H]."""
-    total += weight_gradient(slopes, rounded(states), torch.float32)
-    return scaled(slopes, columns, states.dtype)
-
-
-HEAD = HeadKernels(refined, head_logits, head_gradients, rounded)
+def fp8_mlp(inputs: Tensor, gate_up: Fp8Weight, down: Fp8Weight) -> Tensor:
+    """What a gated MLP of the weights `gate_up` [2 I, H] and `down` [H, I] makes of `inputs` [M, H]: [M, H] in their dtype."""
+    operands = (*gate_up.rows, *gate_up.columns, *down.rows, *down.columns)
+    return Fp8Mlp.apply(inputs, gate_up.weight, down.weight, *operands)
 
 
 def check_fp8(config: DrafterConfig, device: str) -> None:

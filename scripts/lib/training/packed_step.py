@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.training.distil import Epilogue, Goal, Head, PlainHead, distil, on_device, plain_epilogue, shares
-from scripts.lib.training.fp8_products import HEAD, Fp8Head, HeadKernels, rounding
+from scripts.lib.training.fp8_head import HEAD, Fp8Head, HeadKernels, rounding
 from scripts.lib.training.loader import packed_batches
 from scripts.lib.training.loss import Teacher
 from scripts.lib.training.masters import DrafterWeights, Masters

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from scripts.lib.eagle3.model import DecoderLayer, Drafter
-from scripts.lib.training.fp8_products import Fp8Weight, fp8_product, fp8_weight
+from scripts.lib.training.fp8_products import Fp8Weight, fp8_mlp, fp8_product, fp8_weight
 from scripts.lib.training.packed import PackedBatch, everywhere
 from scripts.lib.training.row_attention import FirstKeys, block_first_keys, dense_first_keys, join
 
@@ -115,7 +115,10 @@ def finish(attended: Tensor, hidden: Tensor, norm: Norm, weights: tuple[Weight, 
     """
     out, gate_up, down = weights
     hidden = times(attended.flatten(1), out, hidden)
-    gate, up = times(normed(hidden, norm), gate_up).chunk(2, -1)
+    states = normed(hidden, norm)
+    if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
+        return hidden + fp8_mlp(states, gate_up, down)
+    gate, up = times(states, gate_up).chunk(2, -1)
     return times(functional.silu(gate) * up, down, hidden)
 
 

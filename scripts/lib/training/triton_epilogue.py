@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scripts.lib.training.fp8_products import E4M3, LARGEST_EXPONENT, TINY, Rounded
+from scripts.lib.training.fp8_numbers import E4M3, Rounded
+from scripts.lib.training.triton_fp8 import scale_of
 
 BLOCK, WARPS = 4096, 8
-SMALLEST, UNIT = tl.constexpr(TINY), tl.constexpr(2.0**-LARGEST_EXPONENT)
 
 
 @triton.jit
@@ -92,13 +92,6 @@ def soft_cross_entropy(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
         for first in range(0, width, BLOCK):
             inside = first + columns < width
             tl.store(result + first + columns, tl.zeros([BLOCK], tl.float32).to(slopes.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def scale_of(largest):  # type: ignore[no-untyped-def]
-    """As `fp8_products.scale_of`."""
-    bits = tl.maximum(largest, SMALLEST).to(tl.float32).to(tl.int32, bitcast=True)
-    return ((bits + 0x1FFFFF) & 0x7F800000).to(tl.float32, bitcast=True) * UNIT
 
 
 def triton_epilogue(logits: Tensor, teacher: Tensor, share: Tensor) -> Tensor:

@@ -173,12 +173,12 @@ def test_the_stage_on_cuda_learns_what_it_learns_on_the_cpu_and_goes_on_after_a_
         assert found["loss"] == pytest.approx(wanted["loss"], rel=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_recorded_batch_adds_the_gradients_of_one_that_was_computed(drafter, teacher, rows, dtype):  # noqa: F811
+@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
+def test_a_recorded_batch_adds_the_gradients_of_one_that_was_computed(eighths, eighths_teacher, rows, dtype, fp8):  # noqa: F811
     """Batches of other rows and other weights than those that were recorded, and two of them in one optimizer step."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    recipe = Recipe(dtype, "cuda", 0.8, 1.0, soft_cross_entropy_)
-    step = PackedStep(drafter, teacher, recipe, Capacity.of(rows))
+    recipe = Recipe(dtype, "cuda", 0.8, 1.0, soft_cross_entropy_, fp8=fp8)
+    step = PackedStep(eighths, eighths_teacher, recipe, Capacity.of(rows))
     assert isinstance(step.add_gradients, Replayed)
     batches = [collate_packed(some, step.capacity, dtype).to("cuda") for some in (rows, rows[1:], rows[:2])]
     weights = [torch.tensor([share, share / 2], device="cuda") for share in (0.1, 0.2, 0.3)]

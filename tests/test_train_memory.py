@@ -67,7 +67,7 @@ def test_products_in_8_bits_have_copies_of_their_own():
     sizes = sizes_of(SHAPES["kimi"])
     plain, rounded = (estimate(sizes, replace(KIMI, fp8=fp8)) for fp8 in (False, True))
     assert rounded.copies - plain.copies == 2 * sizes.weights + 4 * sizes.hidden * sizes.draft_vocabulary
-    assert rounded.logits == 2 * plain.logits and rounded.masters == plain.masters
+    assert rounded.logits == 2 * 2 * plain.logits and rounded.masters == plain.masters
 
 
 def test_a_further_layer_keeps_its_part_of_later_steps_at_slots_and_the_layers_before_the_last_theirs_of_the_first_at_positions():

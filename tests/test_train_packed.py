@@ -85,7 +85,8 @@ def packed(
     share = shares(batch.remaining, torch.tensor([DECAY**step / max(count, 1) for step, count in enumerate(counts)]))
     goal = Goal(batch.final, teacher.head.to(dtype), share)
     head = PlainHead(plain_epilogue(soft_cross_entropy_), drafter.lm_head.weight.detach())
-    found = distil([state.detach() for state in states], head, goal, teachers=64)
+    head.teachers = 64
+    found = distil([state.detach() for state in states], head, goal)
     torch.autograd.backward(states, found.states)
     gradients = {name: parameter.grad.float() for name, parameter in drafter.named_parameters() if parameter.grad is not None}
     drafter.float()

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from scripts.lib.training.objectives import Objective
 
-TEACHERS = 1024  # of a chunk: K times as many rows of student logits live at a time
+TEACHERS = 1024  # of a chunk, about: K times as many rows of student logits live at a time
+MULTIPLE = 16  # of a chunk
 
 # Losses f32[M] of student logits [M, D], which become gradients, by teacher logits [C, D] and share f32[M]. Row m has teacher m % C.
 Epilogue = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,9 +41,13 @@ class Distilled:
 
 
 class Head(Protocol):
-    """The drafter's output head and the loss behind it, for one batch. `gradient` f32[D, H] is what has been added up of the head's own."""
+    """The drafter's output head and the loss behind it, for one batch.
+
+    `gradient` f32[D, H] is what has been added up of the head's own, `teachers` how many of them a chunk has, about.
+    """
 
     gradient: Tensor
+    teachers: int
 
     def learn(self, states: Tensor, teacher: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
         """Losses f32[M] of `states` [M, H] by logits `teacher` [C, D], and the gradient [M, H] of their sum, weighed by `share` f32[M].
@@ -54,6 +59,8 @@ class Head(Protocol):
 
 class PlainHead:
     """A head whose products are in the dtype of its `weight` [D, H]; its gradient is in float32."""
+
+    teachers = TEACHERS
 
     def __init__(self, epilogue: Epilogue, weight: Tensor) -> None:
         self.epilogue, self.weight = epilogue, weight
@@ -91,16 +98,17 @@ def on_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def distil(states: Sequence[Tensor], head: Head, goal: Goal, teachers: int = TEACHERS) -> Distilled:
-    """Losses of `states` (K times [Q, H]) through `head` against `goal`, `teachers` at a time.
+def distil(states: Sequence[Tensor], head: Head, goal: Goal) -> Distilled:
+    """Losses of `states` (K times [Q, H]) through `head` against `goal`, in chunks of about one size: a short one costs no less.
 
     Teachers are made in the dtype of `states`; softmax and losses in float32.
     """
     steps, count = goal.share.shape
     by_teacher, share = shifted(states), shifted(goal.share)
     losses = torch.zeros_like(share)
-    for start in range(0, count, teachers):
-        here = slice(start, min(start + teachers, count))
+    size = -(-count // (max(round(count / head.teachers), 1) * MULTIPLE)) * MULTIPLE
+    for start in range(0, count, size):
+        here = slice(start, min(start + size, count))
         teacher = goal.final[here] @ goal.head.t()
         found, back = head.learn(by_teacher[:, here].flatten(0, 1), teacher, share[:, here].flatten())
         losses[:, here] = found.view(steps, -1)

@@ -15,6 +15,7 @@ from scripts.lib.training.fp8_numbers import E4M3, Rounded, rounded
 from scripts.lib.training.fp8_products import scaled, weight_gradient
 
 KEPT = 64  # inputs in two pieces
+TEACHERS = 2048  # of a chunk: no product in 8 bits adds to a sum, so that the weight's gradient takes a pass of its own for each
 
 # Losses f32[M] as of a `distil.Epilogue`, and the gradients of logits, rounded.
 Fp8Epilogue = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Rounded]]
@@ -43,6 +44,8 @@ class HeadKernels(NamedTuple):
 
 class Fp8Head:
     """As `distil.PlainHead`, its `weight` [D, H] refined for `states` [Q, H] and others like them."""
+
+    teachers = TEACHERS
 
     def __init__(self, kernels: HeadKernels, epilogue: Fp8Epilogue, weight: Tensor, states: Tensor) -> None:
         self.kernels, self.epilogue, self.refined = kernels, epilogue, kernels.refined(weight, states)

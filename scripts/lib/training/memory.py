@@ -12,7 +12,7 @@ from scripts.lib.ground.errors import StageError
 
 GIB = 2**30
 FINE = 4  # bytes of a float32: master weights, their gradients, moments
-CHUNK = 1024  # teachers whose logits exist at a time, as in `distil`
+CHUNK, FP8_CHUNK = 1024, 2048  # teachers whose logits exist at a time, as in `distil` and `fp8_head`
 MOST_OPERATIONS = 1e13  # of a draft step of a batch that is recorded: about 30 ms of an H200
 TOO_HIGH = 1.11  # what the estimate was above the measured peak, at most
 
@@ -118,7 +118,8 @@ def estimate(sizes: Sizes, load: Load) -> Memory:
     copies = item + FINE if load.shards > 1 else own  # shared gradients are added up in float32 first
     rounded = 2 * weights + FINE * sizes.hidden * sizes.draft_vocabulary if load.fp8 else 0
     moments = 2 * weights - (weights - sizes.hidden * sizes.draft_vocabulary if load.muon else 0)
-    activations, logits = kept * item, CHUNK * (load.steps + 1) * sizes.draft_vocabulary * (item + 2 * load.fp8)
+    teachers = min(FP8_CHUNK if load.fp8 else CHUNK, load.slots)
+    activations, logits = kept * item, teachers * (load.steps + 1) * sizes.draft_vocabulary * (item + 2 * load.fp8)
     return Memory(
         masters=2 * FINE * weights / load.shards,
         optimizer=FINE * moments / load.shards,

@@ -13,7 +13,7 @@ from torch import Tensor
 from scripts.lib.training.fp8_numbers import E4M3, Rounded
 from scripts.lib.training.triton_fp8 import scale_of
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 8192, 8
 
 
 @triton.jit

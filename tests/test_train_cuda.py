@@ -8,6 +8,7 @@ import torch
 
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.ground.stage import run
+from scripts.lib.training import fp8_numbers
 from scripts.lib.training.batches import TrainingRow
 from scripts.lib.training.build import train
 from scripts.lib.training.distil import plain_epilogue
@@ -61,6 +62,46 @@ def test_products_in_8_bits_on_cuda_give_what_the_plain_ones_give(eighths, eight
     torch.testing.assert_close(found[0].cpu(), wanted[0], rtol=5e-2, atol=0)
     for name, gradient in wanted[1].items():
         assert (found[1][name].cpu() - gradient).norm() <= 0.25 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shape", [(130, 257), (128, 14336), (1, 16)])
+def test_a_matrix_is_turned_as_on_the_cpu(shared, shape):
+    generator = torch.Generator().manual_seed(0)
+    numbers = (torch.randn(shape, generator=generator) * 60).to(torch.float8_e4m3fn)
+    share = 2.0 ** -torch.randint(0, 9, (shape[0], 1), generator=generator).float() if shared else None
+    found = fp8_numbers.turned(numbers.cuda(), share.cuda() if shared else None)
+    assert torch.equal(found.cpu().view(torch.uint8), fp8_numbers.turned(numbers, share).view(torch.uint8))
+
+
+def gated_case(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient bf16[70, width] of a gated row, of any size, and gate and up."""
+    generator = torch.Generator().manual_seed(width)
+    sizes = 2.0 ** (-8 * torch.rand(70, 1, generator=generator))
+    gate_up, grad = (torch.randn(70, count, generator=generator) for count in (2 * width, width))
+    return (grad * sizes).bfloat16(), (gate_up * 3).bfloat16()
+
+
+@pytest.mark.parametrize("width", [16, 500, 8208, 14336])
+def test_rows_are_gated_as_on_the_cpu(width):
+    """Narrower than a block, and of two blocks, the second of which they do not fill."""
+    grad, gate_up = gated_case(width)
+    for function, given in ((fp8_numbers.gated, (gate_up,)), (fp8_numbers.gated_back, (grad, gate_up))):
+        (numbers, scale), (wanted, wanted_scale) = (
+            [one.cpu().float() for one in function(*to)] for to in ([t.cuda() for t in given], given)
+        )
+        assert (scale == wanted_scale).float().mean() > 0.98
+        assert (numbers * scale - wanted * wanted_scale).norm() < 1e-3 * (wanted * wanted_scale).norm()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_seen_where_rows_are_gated(odd):
+    for place in (5, 8200, 8208 + 5):
+        grad, gate_up = gated_case(8208)
+        gate_up[3, place], grad[9, place % 8208] = odd, odd
+        numbers, back = fp8_numbers.gated(gate_up.cuda())[0].float(), fp8_numbers.gated_back(grad.cuda(), gate_up.cuda())[0].float()
+        assert numbers.isnan().any(1).nonzero().flatten().tolist() == [3]
+        assert back.isnan().any(1).nonzero().flatten().tolist() == [3, 9]
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -174,11 +215,12 @@ def test_the_stage_on_cuda_learns_what_it_learns_on_the_cpu_and_goes_on_after_a_
 
 
 @pytest.mark.parametrize(("dtype", "fp8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_a_recorded_batch_adds_the_gradients_of_one_that_was_computed(eighths, eighths_teacher, rows, dtype, fp8):  # noqa: F811
+def test_a_recorded_batch_adds_the_gradients_of_one_that_was_computed(request, rows, dtype, fp8):  # noqa: F811
     """Batches of other rows and other weights than those that were recorded, and two of them in one optimizer step."""
     torch.backends.cuda.matmul.allow_tf32 = False
     recipe = Recipe(dtype, "cuda", 0.8, 1.0, soft_cross_entropy_, fp8=fp8)
-    step = PackedStep(eighths, eighths_teacher, recipe, Capacity.of(rows))
+    parts = (request.getfixturevalue(name) for name in (("eighths", "eighths_teacher") if fp8 else ("drafter", "teacher")))
+    step = PackedStep(*parts, recipe, Capacity.of(rows))
     assert isinstance(step.add_gradients, Replayed)
     batches = [collate_packed(some, step.capacity, dtype).to("cuda") for some in (rows, rows[1:], rows[:2])]
     weights = [torch.tensor([share, share / 2], device="cuda") for share in (0.1, 0.2, 0.3)]

@@ -3,12 +3,13 @@
 import random
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from scripts.lib.training.batches import TrainingRow, epoch_order, order_by_shard, shard_order
 from scripts.lib.training.evaluation import Tally, accepted_drafts, spans_in_loops
-from scripts.lib.training.packing import NEIGHBOURS, pack, split, spread
+from scripts.lib.training.packing import NEIGHBOURS, pack, split, spread, traded
 from scripts.lib.training.repetition import ends_in_loop
 from scripts.lib.training.rows import RowSet
 from scripts.lib.training.schedule import learning_rate, plan
@@ -153,6 +154,15 @@ def test_rows_are_traded_until_the_largest_set_gets_no_smaller():
     for kind in (0, 1):
         held = [sum(sizes[index][kind] for index in indices) for indices in split(sizes, range(64), 8192)]
         assert len(held) == 4 and max(held) < 1.01 * sum(held) / len(held)
+
+
+def test_a_long_row_alone_keeps_others_from_no_trade_and_a_row_may_be_given_for_none():
+    sizes = [(900, 900), (40, 40), (30, 30), (30, 30), (30, 30), (30, 30), (20, 20), (20, 20)]
+    found = split(sizes, range(8), 100)
+    assert found[0] == [0] and sorted(sum(sizes[index][0] for index in indices) for indices in found[1:]) == [100, 100]
+    shares = np.array([(0.25, 0.25)] * 4)
+    assert sorted(len(indices) for indices in traded(shares, [0, 0, 0, 1], 2)) == [2, 2]
+    assert traded(shares[:1], [0], 2) == [[0], []] and split([], [], 10) == []
 
 
 def test_rows_change_places_with_near_ones_only():

@@ -13,10 +13,11 @@ from scripts.lib.eagle3.export import load_drafter
 from scripts.lib.eagle3.model import Drafter
 from scripts.lib.ground.errors import StageError
 from scripts.lib.ground.stage import run
+from scripts.lib.training import fp8_products
 from scripts.lib.training.build import train
 from scripts.lib.training.distil import PlainHead, plain_epilogue
 from scripts.lib.training.fp8_head import HEAD, KEPT, Fp8Head, head_logits, refined, rounding
-from scripts.lib.training.fp8_numbers import rounded
+from scripts.lib.training.fp8_numbers import rounded, turned
 from scripts.lib.training.fp8_products import check_fp8, fp8_mlp, fp8_product, fp8_weight, scaled, weight_gradient
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed
@@ -112,6 +113,26 @@ def test_a_gated_mlp_and_its_gradients_are_those_of_its_products():
         assert away(near.grad, exact.grad) < 0.03 and near.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_seen_behind_a_gated_mlp(odd):
+    """In its inputs, and in the gradient that comes back."""
+    weights = [fp8_weight(uneven(192, 64, 3).requires_grad_()), fp8_weight(uneven(64, 96, 4).requires_grad_())]
+    inputs, grad = uneven(32, 64, 1), uneven(32, 64, 2)
+    inputs[3, 5], grad[7, 9] = odd, odd
+    output = fp8_mlp(inputs.requires_grad_(), *weights)
+    output.backward(grad)
+    assert not output[3].isfinite().all() and output[4].isfinite().all()
+    assert not inputs.grad[7].isfinite().all() and inputs.grad[4].isfinite().all()
+    assert not weights[1].weight.grad.isfinite().all()
+
+
+def test_a_matrix_of_one_row_is_turned_into_memory_of_its_own():
+    for shape in ((1, 16), (16, 1), (0, 16), (3, 16)):
+        numbers = torch.ones(shape).to(torch.float8_e4m3fn)
+        found = turned(numbers)
+        assert found.shape == shape[::-1] and found.is_contiguous() and (found.float() == 1).all()
+
+
 @pytest.mark.parametrize(("grad", "inputs"), [(0.0, 0.0), (0.0, 2.0**-34), (2.0**-70, 2.0**-80), (1.0, 0.0)])
 def test_rows_of_nothing_add_nothing_to_a_weights_gradient(grad, inputs):
     """Of filler, and behind an MLP that is dead: the product of two scales must not be nought itself."""
@@ -180,6 +201,8 @@ def test_every_product_of_layers_and_head_is_of_numbers_in_8_bits(drafter, teach
         return product(left, right, *scales, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", counted)
+    for name in ("gated", "gated_back"):
+        monkeypatch.setattr(fp8_products, name, noted(getattr(fp8_products, name), name, seen))
     batch = collate_packed(rows, Capacity.of(rows), torch.bfloat16)
     gradients(drafter, teacher, batch, IN_FP8)
     slots, hidden, inner, vocabulary = len(batch.slots), 64, 128, 96
@@ -187,7 +210,18 @@ def test_every_product_of_layers_and_head_is_of_numbers_in_8_bits(drafter, teach
     assert seen[hidden, 2 * inner] == seen[2 * inner, hidden] == runs and seen[hidden, hidden] == 2 * runs, "gate and up; output"
     assert seen[hidden, inner] == seen[inner, hidden] == runs + (runs - 1), "down; heads, as wide as the MLP here"
     assert seen[hidden + 2 * KEPT, vocabulary] == seen[vocabulary, hidden] == 1 and seen[STEPS * slots, hidden] == 1
+    assert seen.pop("gated") == seen.pop("gated_back") == runs, "between the MLP's products"
     assert sum(seen.values()) == 3 * (3 * runs + (runs - 1) + 1), "nothing else, and each of them three times"
+
+
+def noted(function, name: str, seen: Counter):
+    """`function`, whose calls are counted."""
+
+    def called(*arguments):
+        seen[name] += 1
+        return function(*arguments)
+
+    return called
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from scripts.lib.eagle3.initial import initialise
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.training.batches import TrainingRow, collate
-from scripts.lib.training.distil import Goal, PlainHead, distil, plain_epilogue, shares
+from scripts.lib.training.distil import Goal, PlainHead, chunks, distil, plain_epilogue, shares
 from scripts.lib.training.loss import Board, Lesson, Teacher, learn
 from scripts.lib.training.objectives import soft_cross_entropy_
 from scripts.lib.training.packed import BLOCK, Capacity, collate_packed, everywhere
@@ -205,3 +205,13 @@ def test_the_second_batch_with_a_number_of_draft_steps_is_recorded_and_another_n
     for batch, steps in (("a", 1), ("b", 1), ("c", 1), ("d", 3), ("e", 3)):
         replayed(batch, torch.ones(steps))
     assert done == ["computed a 1", "recorded", "replayed b 1", "replayed c 1", "waited", "computed d 3", "recorded", "replayed e 3"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 1152, 1153, 8448, 8449, 73856])
+def test_chunks_are_few_and_about_equal(count):
+    found = chunks(count, 1152)
+    assert len(found) == -(-count // 1152)
+    assert [index for part in found for index in range(count)[part]] == list(range(count))
+    sizes = [part.stop - part.start for part in found]
+    assert all(size % 16 == 0 for size in sizes[:-1]) and all(0 < size <= 1152 for size in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 2 * 16

@@ -8,6 +8,7 @@ Shapes: K steps, Q slots, H hidden size, D draft vocabulary, C teachers of a chu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from scripts.lib.training.objectives import Objective
 
-TEACHERS = 1024  # of a chunk, about: K times as many rows of student logits live at a time
+TEACHERS = 1152  # of a chunk at most: K times as many rows of student logits live at a time; eight hold 8,192 slots and their filler
 MULTIPLE = 16  # of a chunk
 
 # Losses f32[M] of student logits [M, D], which become gradients, by teacher logits [C, D] and share f32[M]. Row m has teacher m % C.
@@ -43,7 +44,7 @@ class Distilled:
 class Head(Protocol):
     """The drafter's output head and the loss behind it, for one batch.
 
-    `gradient` f32[D, H] is what has been added up of the head's own, `teachers` how many of them a chunk has, about.
+    `gradient` f32[D, H] is what has been added up of the head's own, `teachers` how many of them a chunk has at most.
     """
 
     gradient: Tensor
@@ -99,22 +100,27 @@ def on_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def distil(states: Sequence[Tensor], head: Head, goal: Goal) -> Distilled:
-    """Losses of `states` (K times [Q, H]) through `head` against `goal`, in chunks of about one size: a short one costs no less.
+    """Losses of `states` (K times [Q, H]) through `head` against `goal`, chunk by chunk.
 
     Teachers are made in the dtype of `states`; softmax and losses in float32.
     """
     steps, count = goal.share.shape
     by_teacher, share = shifted(states), shifted(goal.share)
     losses = torch.zeros_like(share)
-    size = -(-count // (max(round(count / head.teachers), 1) * MULTIPLE)) * MULTIPLE
-    for start in range(0, count, size):
-        here = slice(start, min(start + size, count))
+    for here in chunks(count, head.teachers):
         teacher = goal.final[here] @ goal.head.t()
         found, back = head.learn(by_teacher[:, here].flatten(0, 1), teacher, share[:, here].flatten())
         losses[:, here] = found.view(steps, -1)
         by_teacher[:, here] = back.view(steps, len(teacher), -1)  # gradients take the memory of the states that they are of
     by_teacher[:, count:] = 0
     return Distilled(torch.stack(unshifted(losses, count)), unshifted(by_teacher, count), head.gradient)
+
+
+def chunks(count: int, teachers: int) -> list[slice]:
+    """The fewest chunks of `count` of up to `teachers`, equal to a `MULTIPLE`: a short one would cost nearly as much as a long one."""
+    blocks, number = -(-count // MULTIPLE), -(-count // teachers)
+    ends = [min(blocks * part // number * MULTIPLE, count) for part in range(number + 1)] if number else [0]
+    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def shifted(values: Sequence[Tensor] | Tensor) -> Tensor:

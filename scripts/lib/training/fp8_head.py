@@ -15,7 +15,7 @@ from scripts.lib.training.fp8_numbers import E4M3, Rounded, rounded
 from scripts.lib.training.fp8_products import scaled, weight_gradient
 
 KEPT = 64  # inputs in two pieces
-TEACHERS = 2048  # of a chunk: no product in 8 bits adds to a sum, so that the weight's gradient takes a pass of its own for each
+TEACHERS = 2304  # of a chunk at most: no product in 8 bits adds to a sum, so that the weight's gradient takes a pass of its own for each
 
 # Losses f32[M] as of a `distil.Epilogue`, and the gradients of logits, rounded.
 Fp8Epilogue = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Rounded]]

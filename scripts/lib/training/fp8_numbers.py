@@ -2,7 +2,7 @@
 
 As scales are powers of two, a number that is given another one keeps its bits while it is in the range.
 `turned`, `gated` and `gated_back` are operations of their own, which torch.compile leaves as they are: it would write the columns of
-a turned matrix while it goes through rows, one byte here and one there, and read a gated row twice.
+a turned matrix while it goes through rows, one byte here and one there, and read a gated row from memory twice.
 Scales finer than a tensor's: DeepSeek-V3 (arXiv 2412.19437, section 3.3) and torchao's recipe `rowwise`; powers of two as in the
 microscaling formats of the Open Compute Project.
 Shapes: M rows, K numbers of a row, I width of a gated MLP.
@@ -47,7 +47,7 @@ def turned(numbers: Tensor, share: Tensor | None = None) -> Tensor:
         from scripts.lib.training import triton_fp8  # Triton is there with CUDA only
 
         return triton_fp8.turned(numbers, share)
-    return (numbers if share is None else (numbers.float() * share).to(E4M3)).t().contiguous()
+    return (numbers if share is None else (numbers.float() * share).to(E4M3)).t().clone(memory_format=torch.contiguous_format)
 
 
 @turned.register_fake

@@ -1,8 +1,8 @@
 """Matrix products of numbers in 8 bits (e4m3), of which newer GPUs do twice as many a second as in bfloat16.
 
 All three products of a weight are made so: outputs, gradients of inputs, and gradients of weights. Numbers that are summed up share
-a scale, which each row has for itself. So a row is rounded once: for the gradient of a weight, whose sum runs over rows, what was made is
-only shifted to one scale. What all of it costs a drafter is in docs/measurements.md.
+a scale, which each row has for itself. A row is rounded once all the same: for the gradient of a weight, whose sum runs over rows, what was
+made is only shifted to one scale, as scales are powers of two. What all of it costs a drafter is in docs/measurements.md.
 Shapes: M rows, I inputs and O outputs of a weight [O, I]; of a gated MLP I is the width and H the size of states.
 """
 
@@ -41,7 +41,7 @@ def scaled(left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
     if left.numbers.is_cuda:
         return torch._scaled_mm(left.numbers, right.numbers.t(), left.scale, right.scale.t(), out_dtype=dtype, use_fast_accum=True)
     # torch 2.11 has no scales of rows on a CPU. As they are powers of two, they may come behind the product.
-    one = torch.ones_like(left.scale[0, 0])
+    one = left.scale.new_ones(())
     return (torch._scaled_mm(left.numbers, right.numbers.t(), one, one, out_dtype=dtype) * left.scale * right.scale.t()).to(dtype)
 
 

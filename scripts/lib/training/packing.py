@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from scripts.lib.training.batches import TrainingRow, offsets
 
 NEIGHBOURS = 16  # sets whose rows may change places
-LEAST = 1e-6  # of all slots or positions: what a trade is worth at least
+LEAST = 1e-3  # of the largest set: what a trade is worth at least
+LOOKED_AT = 1024  # rows of a set, and of all others, that a trade is chosen from: bounds time and memory
 Size = tuple[int, int]  # slots and positions of a row
 
 
@@ -90,14 +91,14 @@ def split(sizes: Sequence[Size], indices: Sequence[int], limit: int, multiple: i
     """Cut the rows `indices` into as few sets of about `limit` slots as can be, as equal as whole rows allow; a set keeps their order.
 
     Their number is a `multiple`; with fewer rows than that some are empty. Slots and positions are equal both: a set is as large as the
-    larger of its shares of them. A row longer than `limit` counts as one set, which may get less than half a `limit` more. Sets come in
-    the order of their first rows.
+    larger of its shares of them. A row longer than `limit` counts as one set, which may get some more. Sets come in the order of their
+    first rows.
     """
     slots, positions = (sum(sizes[index][kind] for index in indices) for kind in (0, 1))
     count = min(max(round(sum(min(sizes[index][0], limit) for index in indices) / limit), 1), len(indices))
     count = -(-count // multiple) * multiple
     shares = [(sizes[index][0] / slots, sizes[index][1] / positions) for index in indices]
-    sets = traded(np.array(shares), dealt(shares, count), count)
+    sets = traded(np.array(shares).reshape(-1, 2), dealt(shares, count), count)
     return [[indices[place] for place in places] for places in sorted(sets, key=lambda places: min(places, default=len(indices)))]
 
 
@@ -116,28 +117,45 @@ def dealt(shares: Sequence[tuple[float, float]], count: int) -> list[int]:
 
 
 def traded(shares: NDArray[np.float64], sets: Sequence[int], count: int) -> list[list[int]]:
-    """The rows of each of `count` sets once the largest one of several rows gets no smaller by any trade.
+    """The rows of each of `count` sets once no trade makes the largest one of several rows smaller by `LEAST` of it.
 
     It gives a row to another set, for one of that set's or for none. `shares` [R, 2] are as in `dealt`, `sets` the set of each of R rows.
+    Of the two kinds one may get larger on the way, as long as the larger one gets smaller.
     """
     owner = np.array(sets, dtype=np.int64)
-    held = np.stack([np.bincount(owner, kind, count) for kind in shares.T], 1)
-    while True:
-        several = np.bincount(owner, minlength=count) > 1
+    held: NDArray[np.float64] = np.stack([np.bincount(owner, kind, count) for kind in shares.T], 1).astype(np.float64)
+    while (several := np.bincount(owner, minlength=count) > 1).any():  # a row alone, however long, cannot be helped
         largest = int(np.argmax(held.max(1) * several))
-        mine, others = np.flatnonzero(owner == largest), np.flatnonzero(owner != largest)
-        partners = np.concatenate([owner[others], np.delete(np.arange(count), largest)])
-        if not several[largest] or not len(partners):
+        mine, theirs, partner, after = best_trade(shares, owner, held, largest)
+        if after > held[largest].max() * (1 - LEAST):
             break
-        taken = np.concatenate([shares[others], np.zeros((count - 1, 2))])
-        change = shares[mine][:, None] - taken
-        after = np.maximum(held[largest] - change, held[partners] + change).max(2)
-        given, place = np.unravel_index(after.argmin(), after.shape)
-        if after[given, place] > held[largest].max() - LEAST:
-            break
-        held[largest] -= change[given, place]
-        held[partners[place]] += change[given, place]
-        owner[mine[given]] = partners[place]
-        if place < len(others):
-            owner[others[place]] = largest
+        change = shares[mine] - (shares[theirs] if theirs is not None else 0.0)
+        held[largest] -= change
+        held[partner] += change
+        owner[mine] = partner
+        if theirs is not None:
+            owner[theirs] = largest
     return [np.flatnonzero(owner == number).tolist() for number in range(count)]
+
+
+def best_trade(
+    shares: NDArray[np.float64], owner: NDArray[np.int64], held: NDArray[np.float64], largest: int
+) -> tuple[int, int | None, int, float]:
+    """The row that set `largest` best gives away, the row that it gets or None, the set of that, and how large the larger of both is then.
+
+    Of very many rows only some are looked at: so many are dealt out evenly as it is. `owner` [R] and `held` [sets, 2] are as in `traded`.
+    """
+    mine, others = thinned(np.flatnonzero(owner == largest)), thinned(np.flatnonzero(owner != largest))
+    partners = np.concatenate([owner[others], np.delete(np.arange(len(held)), largest)])
+    if not len(partners):
+        return int(mine[0]), None, largest, np.inf
+    taken = np.concatenate([shares[others], np.zeros((len(partners) - len(others), 2))])
+    change = shares[mine][:, None] - taken
+    after = np.maximum(held[largest] - change, held[partners] + change).max(2)
+    given, place = np.unravel_index(after.argmin(), after.shape)
+    return int(mine[given]), int(others[place]) if place < len(others) else None, int(partners[place]), float(after[given, place])
+
+
+def thinned(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """About `LOOKED_AT` of `rows` at most, evenly drawn."""
+    return rows[:: -(-len(rows) // LOOKED_AT) or 1]

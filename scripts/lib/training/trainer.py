@@ -172,7 +172,8 @@ def check_memory(drafter: Drafter, settings: TrainSettings, recipe: Recipe, capa
     vocabularies = (config.vocab_size, config.draft_vocab_size)
     sizes = Sizes(config.hidden_size, config.intermediate_size, *heads, *vocabularies, config.num_hidden_layers)
     shards = ranks.count() if recipe.shard else 1
-    ways = (recipe.recompute, shards, recipe.optimizer == MUON, recipe.fp8)
+    several = round(settings.batch_tokens / settings.micro_tokens) > ranks.count()
+    ways = (recipe.recompute, shards, recipe.optimizer == MUON, recipe.fp8, several)
     load = Load(capacity.slots, capacity.positions, settings.ttt_steps, recipe.dtype.itemsize, *ways)
     log.info("memory, estimated: %s", estimate(sizes, load))
     device = torch.device(recipe.device)

@@ -1,5 +1,6 @@
 """What `fp8_numbers` leaves to Triton: turning a matrix tile by tile, and gating rows that are rounded where they are made.
 
+What is no number does not count for a row's scale, and stays what it is when it becomes 8 bits; what is infinite becomes no number.
 Shapes: M rows, K numbers of a row, I width of a gated MLP.
 """
 
@@ -108,7 +109,7 @@ def gated(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def gated_back(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """As `fp8_numbers.gated_back`, of contiguous rows on CUDA."""
     count, width = grad.shape
-    numbers, scale = torch.empty_like(gate_up, dtype=E4M3), gate_up.new_empty(count, 1, dtype=torch.float32)
+    numbers, scale = gate_up.new_empty(gate_up.shape, dtype=E4M3), gate_up.new_empty(count, 1, dtype=torch.float32)
     gate_row_back[(count,)](grad, gate_up, numbers, scale, width, **block(width))
     return numbers, scale
 

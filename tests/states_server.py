@@ -47,15 +47,28 @@ class Decoder(nn.Module):
 
 
 class LogitsProcessor(nn.Module):
-    """Called with the head, as SGLang's is."""
+    """Called with the head, as SGLang's is. The head gives more columns than there are tokens; a rank that gathers has half of them."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocab_size, self.do_tensor_parallel_all_gather = vocabulary, False
+        self.logit_scale = self.final_logit_softcapping = None
+        self.whole = 0  # times that the hook asked for logits as the server has them
 
     def forward(self, input_ids: Tensor, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:
         """Logits of the last token of the pass."""
         assert isinstance(hidden, Tensor), "the list of states must be taken away before the rest of the server sees it"
-        return self._get_logits(hidden[-1:], head, batch)
+        return head(hidden[-1:])
 
     def _get_logits(self, hidden: Tensor, head: nn.Module, batch: Batch) -> Tensor:
+        self.whole += 1
         return head(hidden)
+
+    def _compute_lm_head(self, hidden: Tensor, head: nn.Module) -> Tensor:
+        logits: Tensor = head(hidden)
+        if self.do_tensor_parallel_all_gather:
+            return logits[:, : self.vocab_size // 2]
+        return torch.cat([logits, logits.amax(1, keepdim=True) + 1], 1)
 
 
 @dataclass
@@ -82,7 +95,7 @@ class States:
 
     def __post_init__(self) -> None:
         layers = self.engine.model.config.num_hidden_layers
-        self.decoder, self.processor = Decoder(layers), LogitsProcessor()
+        self.decoder, self.processor = Decoder(layers), LogitsProcessor(self.engine.model.config.vocab_size)
         hook = factory({"folder": str(self.folder), "boundaries": list(self.boundaries)})
         for module in (self.decoder, self.processor):
             module.register_forward_hook(hook)

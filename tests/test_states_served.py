@@ -100,6 +100,16 @@ def test_rows_cut_by_passes_come_whole(engine: TransformersEngine, tmp_path: Pat
     assert states.requests < len(ROWS)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_the_best_tokens_are_those_of_the_whole_vocabulary(engine: TransformersEngine, tmp_path: Path, gathered: bool) -> None:
+    """Straight from the head, without what pads it, or as the server puts together what ranks have of it."""
+    states = States(engine, tmp_path, BOUNDARIES)
+    states.processor.do_tensor_parallel_all_gather = gathered
+    with opened(states, ROWS) as served:
+        check_all(engine, served, ROWS)
+    assert bool(states.processor.whole) == gathered
+
+
 def test_rows_that_were_not_announced_are_asked_for(engine: TransformersEngine, tmp_path: Path) -> None:
     with opened(States(engine, tmp_path, BOUNDARIES), ROWS[2:4]) as served:
         check_all(engine, served, [*ROWS, ROWS[0]])

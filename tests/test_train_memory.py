@@ -9,9 +9,11 @@ import torch
 from benchmarks.train_rows import SHAPES, Shape
 from scripts.lib.eagle3.model import Drafter, DrafterConfig
 from scripts.lib.ground.errors import StageError
-from scripts.lib.training import distil, fp8_head
+from scripts.lib.ground.stage import run
+from scripts.lib.training import distil, fp8_head, trainer
+from scripts.lib.training.build import train
 from scripts.lib.training.memory import CHUNK, FP8_CHUNK, GIB, Load, Sizes, check_room, estimate, expected_load, trained_share
-from tests.train_case import SETTINGS
+from tests.train_case import SETTINGS, job, make_case
 
 KIMI = Load(slots=8192, positions=10240, steps=4, itemsize=2, several=True)
 
@@ -78,6 +80,16 @@ def test_the_only_batch_of_a_step_makes_gradients_of_masters_when_what_it_kept_i
     assert one_of_several.masters == 2 * only.masters == 8 * sizes.weights
     small = estimate(sizes, replace(KIMI, slots=2048, positions=2560, several=False))
     assert only.masters < small.masters < one_of_several.masters, "they are more than what a small batch keeps"
+
+
+def test_training_knows_whether_its_steps_have_several_batches(tmp_path, monkeypatch):
+    """By its plan: a step may have more trained tokens than a whole batch, and so one batch more than the config's figures say."""
+    seen = []
+    monkeypatch.setattr(trainer, "check_memory", lambda _drafter, load, *_: seen.append(load.several))
+    make_case(tmp_path)
+    for micro_tokens in (8192, 25):
+        run(job(tmp_path, tmp_path / str(micro_tokens), micro_tokens=micro_tokens), train)
+    assert seen == [False, True]
 
 
 def test_a_further_layer_keeps_its_part_of_later_steps_at_slots_and_the_layers_before_the_last_theirs_of_the_first_at_positions():

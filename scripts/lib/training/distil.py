@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from scripts.lib.training.fp8_numbers import MULTIPLE
 from scripts.lib.training.objectives import Objective
 
 TEACHERS = 1152  # of a chunk at most: K times as many rows of student logits live at a time; eight hold 8,192 slots and their filler
-MULTIPLE = 16  # of a chunk
 
 # Losses f32[M] of student logits [M, D], which become gradients, by teacher logits [C, D] and share f32[M]. Row m has teacher m % C.
 Epilogue = Callable[[Tensor, Tensor, Tensor], Tensor]

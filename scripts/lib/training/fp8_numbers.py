@@ -16,6 +16,7 @@ from torch.nn import functional
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_EXPONENT = 8  # e4m3 ends at 448, which is 1.75 times two to the power of this
+MULTIPLE = 16  # of all sizes of a product, which hardware asks for
 TINY = 2.0**-50  # no scale is finer than that of such a row: the product of two must not be nought
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from scripts.lib.eagle3.model import DrafterConfig
 from scripts.lib.ground.errors import StageError
-from scripts.lib.training.fp8_numbers import Rounded, gated, gated_back, rounded, turned
+from scripts.lib.training.fp8_numbers import MULTIPLE, Rounded, gated, gated_back, rounded, turned
 
-MULTIPLE = 16  # of all sizes of a product, which hardware asks for
 CAPABILITY = (8, 9)  # of the first GPUs that have these products
 
 

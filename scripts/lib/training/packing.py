@@ -124,7 +124,7 @@ def traded(shares: NDArray[np.float64], sets: Sequence[int], count: int) -> list
     """
     owner = np.array(sets, dtype=np.int64)
     held: NDArray[np.float64] = np.stack([np.bincount(owner, kind, count) for kind in shares.T], 1).astype(np.float64)
-    while (several := np.bincount(owner, minlength=count) > 1).any():  # a row alone, however long, cannot be helped
+    while count > 1 and (several := np.bincount(owner, minlength=count) > 1).any():  # a row alone, however long, cannot be helped
         largest = int(np.argmax(held.max(1) * several))
         mine, theirs, partner, after = best_trade(shares, owner, held, largest)
         if after > held[largest].max() * (1 - LEAST):
@@ -147,8 +147,6 @@ def best_trade(
     """
     mine, others = thinned(np.flatnonzero(owner == largest)), thinned(np.flatnonzero(owner != largest))
     partners = np.concatenate([owner[others], np.delete(np.arange(len(held)), largest)])
-    if not len(partners):
-        return int(mine[0]), None, largest, np.inf
     taken = np.concatenate([shares[others], np.zeros((len(partners) - len(others), 2))])
     change = shares[mine][:, None] - taken
     after = np.maximum(held[largest] - change, held[partners] + change).max(2)

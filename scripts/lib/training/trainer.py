@@ -78,7 +78,9 @@ class Trainer:
         self.loops = [spans_in_loops(row) for row in self.heldout]
         planned = [self.rows_of(batch) for step in self.steps for batch in step.batches if batch]
         self.capacity = Capacity.of(*planned, *([self.heldout[index] for index in indices] for indices in held))
-        check_memory(drafter, settings, recipe, self.capacity, max(len(row.slots) for row in self.feed.found.rows))
+        several = any(len(step.batches) > ranks.count() for step in self.steps)
+        load = load_of(self.capacity, settings.ttt_steps, recipe, several)
+        check_memory(drafter, load, recipe.device, settings.micro_tokens, max(len(row.slots) for row in self.feed.found.rows))
         self.stepper = new_stepper(drafter, teacher, recipe, self.capacity)
 
     def rows_of(self, indices: Sequence[int]) -> list[TrainingRow]:
@@ -165,21 +167,23 @@ class Trainer:
         return stop
 
 
-def check_memory(drafter: Drafter, settings: TrainSettings, recipe: Recipe, capacity: Capacity, longest: int) -> None:
+def load_of(capacity: Capacity, steps: int, recipe: Recipe, several: bool) -> Load:
+    """What a batch of `capacity` asks of a GPU; `several`: a rank has more than one in some step."""
+    shards = ranks.count() if recipe.shard else 1
+    ways = (recipe.recompute, shards, recipe.optimizer == MUON, recipe.fp8, several)
+    return Load(capacity.slots, capacity.positions, steps, recipe.dtype.itemsize, *ways)
+
+
+def check_memory(drafter: Drafter, load: Load, device: str, micro_tokens: int, longest: int) -> None:
     """Log what training will take; StageError when the GPU has less. `longest`: the most slots of a row."""
     config = drafter.config
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     vocabularies = (config.vocab_size, config.draft_vocab_size)
     sizes = Sizes(config.hidden_size, config.intermediate_size, *heads, *vocabularies, config.num_hidden_layers)
-    shards = ranks.count() if recipe.shard else 1
-    several = round(settings.batch_tokens / settings.micro_tokens) > ranks.count()
-    ways = (recipe.recompute, shards, recipe.optimizer == MUON, recipe.fp8, several)
-    load = Load(capacity.slots, capacity.positions, settings.ttt_steps, recipe.dtype.itemsize, *ways)
     log.info("memory, estimated: %s", estimate(sizes, load))
-    device = torch.device(recipe.device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        check_room(sizes, load, room, settings.micro_tokens, longest)
+        check_room(sizes, load, room, micro_tokens, longest)
 
 
 def settle(sent: Sent | None) -> None:
